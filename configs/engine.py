@@ -1,0 +1,75 @@
+"""Sizes of the engine: how many sequences run at once, how much context they have, how work is cut into steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .trunk import TrunkConfig
+
+BLOCK = 128
+"""Tokens of one KV block, and the span over which attention adds up at a time (letter P)."""
+
+NULL_BLOCK = 0
+"""The block that padding writes to. It never belongs to a sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Choices that fix the compiled programs. All counts are per data shard of the mesh."""
+
+    slots: int = 16
+    """Sequences that run at once (letter B)."""
+    context_length: int | None = None
+    """Positions of a sequence, prompt and answer; None: the model's, at most 8,192."""
+    kv_memory: float = 2.0
+    """GiB of KV blocks, if `blocks` is not given."""
+    blocks: int | None = None
+    """KV blocks, the null block included."""
+    prefill_chunk: int = 128
+    """Prompt tokens of one step, beside one token of every running sequence."""
+    decode_steps: int = 1
+    """Steps of one device loop while no prompt waits; more than 1 streams in bursts of that many tokens."""
+    max_queue: int = 256
+    """Requests that may wait for a slot; one more is refused."""
+    tile: int = 8
+    """Rows of one product in decode steps on the plain CPU path (kernels/tiles.py)."""
+    prefill_tile: int = 32
+    """Rows of one product in steps with prompt tokens."""
+
+    def __post_init__(self) -> None:
+        for field in ("slots", "prefill_chunk", "decode_steps", "max_queue"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        for field in ("tile", "prefill_tile"):
+            if not 2 <= getattr(self, field) <= 32:  # in this range XLA:CPU rounds alike (tests/kernels/test_tiles.py)
+                raise ValueError(f"{field} must be between 2 and 32 rows, got {getattr(self, field)}")
+        if self.context_length is not None and self.context_length < 2:
+            raise ValueError(f"context_length must be at least 2, got {self.context_length}")
+        if self.blocks is None and not self.kv_memory > 0:
+            raise ValueError(f"kv_memory must be positive, got {self.kv_memory}")
+
+    def context(self, trunk: TrunkConfig) -> int:
+        """Positions of a sequence; a `ValueError` when more is asked for than the trunk was made for."""
+        if self.context_length is None:
+            return min(trunk.context_length, 8192)
+        if self.context_length > trunk.context_length:
+            raise ValueError(
+                f"context_length {self.context_length} is more than the {trunk.context_length} positions of {trunk.name}"
+            )
+        return self.context_length
+
+    def table_width(self, trunk: TrunkConfig) -> int:
+        """Entries of a block table: blocks of one full context."""
+        return -(-self.context(trunk) // BLOCK)
+
+    def pool_blocks(self, trunk: TrunkConfig, itemsize: int) -> int:
+        """KV blocks of the pool; a `ValueError` when not even one full context would fit."""
+        per_block = trunk.kv_bytes_per_token(itemsize) * BLOCK
+        blocks = self.blocks if self.blocks is not None else int(self.kv_memory * 2**30 // per_block)
+        needed = self.table_width(trunk) + 1
+        if blocks < needed:
+            raise ValueError(
+                f"{blocks} KV blocks ({blocks * per_block / 2**30:.2f} GiB) cannot hold one context of "
+                f"{self.context(trunk)} tokens; {needed} blocks ({needed * per_block / 2**30:.2f} GiB) can"
+            )
+        return min(blocks, self.slots * self.table_width(trunk) * 4 + 1)

@@ -1,0 +1,1 @@
+"""The trunk and everything that belongs to a model: weights, tokenizer, chat template."""

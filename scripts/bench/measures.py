@@ -1,0 +1,138 @@
+"""The single-process benchmarks: which sequences are run together, and which row of figures comes of it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ...configs.prompt_sets import Prompt
+from .plan import MIN_TOKENS, Plan
+from .systems.base import Run, Stream
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Sequences that are run in one call, and how they are named in the rows."""
+
+    id: str
+    category: str
+    prompts: list[list[int]]  # token ids
+    max_tokens: int
+
+
+class Measure(abc.ABC):
+    """One benchmark. `sequences` is how many sequences a call has at most."""
+
+    def __init__(self, plan: Plan, prompts: Sequence[Prompt], ids: Sequence[list[int]]) -> None:
+        self.plan, self.prompts, self.ids = plan, prompts, ids
+
+    @abc.abstractmethod
+    def jobs(self, round_number: int) -> list[Job]:
+        """What every system runs in this round; round -1 is the warm-up."""
+
+    @abc.abstractmethod
+    def row(self, job: Job, run: Run) -> dict[str, Any]:
+        """The figures of one call."""
+
+    def context(self) -> int:
+        """Tokens of the longest sequence, prompt and continuation."""
+        jobs = self.jobs(0)
+        return max(len(ids) + job.max_tokens for job in jobs for ids in job.prompts)
+
+
+class Decode(Measure):
+    """One stream at a time: tokens after the first emission over the time after it."""
+
+    def jobs(self, round_number: int) -> list[Job]:
+        jobs = [
+            Job(prompt.id, prompt.category, [ids], self.plan.max_tokens)
+            for prompt, ids in zip(self.prompts, self.ids, strict=True)
+        ]
+        return jobs if round_number >= 0 else [dataclasses.replace(jobs[0], max_tokens=8)]
+
+    def row(self, job: Job, run: Run) -> dict[str, Any]:
+        stream = run.streams[0]
+        tokens = len(stream.token_ids)
+        return {
+            "prompt_tokens": stream.prompt_tokens,
+            "cached_tokens": stream.cached_tokens,
+            "tokens": tokens,
+            "tok_s": stream.tok_s,
+            "ttft_ms": stream.ttft * 1e3,
+            "tokens_per_pass": _tokens_per_pass([stream]),
+            **({"short": True} if tokens < MIN_TOKENS else {}),
+        }
+
+
+class Prefill(Measure):
+    """One prompt of a given length at a time: prompt tokens over the time to the first token.
+
+    Prompts are cut out of the prompt set's tokens, put end to end, each at another place, so that none begins like one
+    that was run before and no prefix can be reused.
+    """
+
+    STRIDE = 61  # a prime: starts repeat only after a whole turn
+
+    def jobs(self, round_number: int) -> list[Job]:
+        flat = [token for ids in self.ids for token in ids]
+        per_round = self.plan.limit if round_number >= 0 else 1
+        begins = [((round_number + 1) * self.plan.limit + i) * self.STRIDE % len(flat) for i in range(per_round)]
+        laps = -(-self.plan.prompt_tokens // len(flat)) + 1
+        windows = [(flat * laps)[begin : begin + self.plan.prompt_tokens] for begin in begins]
+        return [Job(f"{len(w)}@{b}", "prefill", [w], 1) for b, w in zip(begins, windows, strict=True)]
+
+    def row(self, job: Job, run: Run) -> dict[str, Any]:
+        stream = run.streams[0]
+        return {
+            "prompt_tokens": stream.prompt_tokens,
+            "cached_tokens": stream.cached_tokens,
+            "tokens": len(stream.token_ids),
+            "tok_s": (stream.prompt_tokens - stream.cached_tokens) / stream.ttft,
+            "ttft_ms": stream.ttft * 1e3,
+            "tokens_per_pass": _tokens_per_pass([stream]),
+        }
+
+
+class Batch(Measure):
+    """Several streams at once: all output tokens over wall time, prompts included."""
+
+    def jobs(self, round_number: int) -> list[Job]:
+        n = self.plan.sequences
+        count = max(1, len(self.ids) // n) if round_number >= 0 else 1
+        groups = [[self.ids[(g * n + i) % len(self.ids)] for i in range(n)] for g in range(count)]
+        max_tokens = self.plan.max_tokens if round_number >= 0 else 8
+        return [Job(f"batch-{g + 1}", "mixed", group, max_tokens) for g, group in enumerate(groups)]
+
+    def row(self, job: Job, run: Run) -> dict[str, Any]:
+        tokens = sum(len(stream.token_ids) for stream in run.streams)
+        all_started = max(stream.ttft for stream in run.streams)
+        # Tokens made before the last prompt was read are not known one by one: each stream's are counted at its rate.
+        after = sum(_tokens_after(stream, all_started) for stream in run.streams)
+        return {
+            "sequences": len(run.streams),
+            "prompt_tokens": sum(stream.prompt_tokens for stream in run.streams),
+            "cached_tokens": sum(stream.cached_tokens for stream in run.streams),
+            "tokens": tokens,
+            "tok_s": tokens / run.seconds,
+            "decode_tok_s": after / (run.seconds - all_started) if run.seconds > all_started else None,
+            "ttft_ms": statistics.median(stream.ttft for stream in run.streams) * 1e3,
+            "tokens_per_pass": _tokens_per_pass(run.streams),
+        }
+
+
+MEASURES: dict[str, type[Measure]] = {"decode": Decode, "prefill": Prefill, "batch": Batch}
+
+
+def _tokens_per_pass(streams: Sequence[Stream]) -> float:
+    tokens = sum(len(stream.token_ids) for stream in streams)
+    passes = sum(stream.passes or len(stream.token_ids) for stream in streams)
+    return tokens / passes if passes else 1.0
+
+
+def _tokens_after(stream: Stream, moment: float) -> float:
+    rest = len(stream.token_ids) - stream.first_tokens
+    span = stream.last - stream.ttft
+    return rest * min(1.0, max(0.0, (stream.last - moment) / span)) if span > 0 else 0.0

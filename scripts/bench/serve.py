@@ -1,0 +1,163 @@
+"""The serving benchmark: open loop over HTTP, ours and a peer's server in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ...configs.prompt_sets import load_prompts
+from .arrivals import Arrival, poisson, trace
+from .client import Outcome, Target, replay
+from .machine import machine
+from .plan import Plan
+from .processes import BenchError, Workers, gguf_path
+from .report import Row, Summary, median, report
+from .servers import Server, empty_cache, our_server, peer_server
+
+Say = Callable[[str], None]
+
+SUPPORTED_PEERS = ("llama.cpp",)
+
+COMPILATIONS = "umbra_compilations_after_ready_total"
+
+
+def run(plan: Plan, say: Say) -> dict[str, Any]:
+    """Measure and give the report."""
+    before = machine()
+    prompts = load_prompts(plan.prompts)
+    if plan.trace is not None:
+        scales = {"time_scale": plan.time_scale, "length_scale": plan.length_scale}
+        arrivals = trace(plan.trace, prompts, plan.limit, **scales)
+    else:
+        arrivals = poisson(prompts, plan.limit, plan.rate, plan.max_tokens, plan.seed)
+    say("reading the model")
+    described, ids = _describe(plan, arrivals)
+    with contextlib.ExitStack() as stack:
+        ours, starts = _start_ours(plan, stack, say)
+        servers = [ours]
+        if plan.against:
+            say("starting llama.cpp's server")
+            servers.append(peer_server(plan, gguf_path(described["gguf"], plan.model), described["context"]))
+            stack.callback(servers[-1].close)
+            servers[-1].suspend()
+        targets = {}
+        for server in servers:
+            with server.turn():
+                targets[server.system] = Target(server.url, server.model(), described["eos_ids"], ids)
+        rows, measured = _rounds(plan, servers, targets, arrivals, say)
+        with ours.turn():
+            starts["compilations_after_ready"] = ours.metric(COMPILATIONS)
+    summary: dict[str, Summary] = {system: _summary(rounds) for system, rounds in measured.items()}
+    summary["umbra"] |= starts
+    versions, settings = described["versions"], {"umbra": {"weights": described["weights"], "slots": plan.sequences}}
+    if plan.against:
+        summary["llama.cpp"]["start_s"] = servers[1].start_s
+        versions["llama-cpp-python"] = version("llama-cpp-python")
+        settings["llama.cpp"] = {"weights": "as in the file", "n_ctx": described["context"]}
+    return report(plan, before, versions, settings, rows, summary)
+
+
+def _describe(plan: Plan, arrivals: Sequence[Arrival]) -> tuple[dict[str, Any], dict[str, list[int]] | None]:
+    """What must be known of the model to ask servers for it; token ids of the texts if it has no tokenizer."""
+    with Workers(["umbra"]) as workers, workers["umbra"].turn() as ours:
+        described = ours.call("describe", plan.model, plan.quant, plan.threads)
+        if described["has_tokenizer"]:
+            return described, None
+        texts = [arrival.text for arrival in arrivals]
+        return described, dict(zip(texts, ours.call("encode", texts), strict=True))
+
+
+def _start_ours(plan: Plan, stack: contextlib.ExitStack, say: Say) -> tuple[Server, dict[str, float | None]]:
+    """Our server, stopped, and the seconds its starts took."""
+    home: Path | None = None
+    starts: dict[str, float | None] = {}
+    if plan.starts == 2:
+        home = stack.enter_context(empty_cache())
+        say("starting our server for the first time, with nothing compiled")
+        first = our_server(plan, home)
+        first.close()
+        starts["first_start_s"] = first.start_s
+    say("starting our server")
+    server = our_server(plan, home)
+    stack.callback(server.close)
+    server.suspend()
+    starts["second_start_s" if plan.starts == 2 else "start_s"] = server.start_s
+    return server, starts
+
+
+def _rounds(
+    plan: Plan, servers: Sequence[Server], targets: dict[str, Target], arrivals: Sequence[Arrival], say: Say
+) -> tuple[list[Row], dict[str, list[Summary]]]:
+    rows: list[Row] = []
+    measured: dict[str, list[Summary]] = {server.system: [] for server in servers}
+    for number in range(plan.rounds):
+        shift = number % len(servers)
+        for server in [*servers[shift:], *servers[:shift]]:
+            say(f"round {number + 1} of {plan.rounds}: {server.system}")
+            target = targets[server.system]
+            with server.turn():
+                warm, _ = asyncio.run(replay(target, [_warm_up(arrivals[0])], 1))
+                if warm[0].error:
+                    raise BenchError(f"the server of {server.system} refused the first request: {warm[0].error}")
+                time.sleep(0.2)
+                outcomes, seconds = asyncio.run(replay(target, arrivals, plan.sequences))
+            rows += [_row(server.system, number + 1, outcome) for outcome in outcomes]
+            measured[server.system].append(_round_figures(outcomes, seconds))
+    return rows, measured
+
+
+def _warm_up(arrival: Arrival) -> Arrival:
+    return Arrival("warm-up", arrival.category, 0.0, arrival.text, 4)
+
+
+def _row(system: str, number: int, outcome: Outcome) -> Row:
+    row: Row = {
+        "system": system,
+        "round": number,
+        "id": outcome.arrival.id,
+        "category": outcome.arrival.category,
+        "arrival_s": outcome.arrival.at,
+        "prompt_tokens": outcome.prompt_tokens,
+        "tokens": outcome.tokens,
+        "tok_s": outcome.tok_s,
+        "ttft_ms": outcome.pieces[0] * 1e3 if outcome.pieces else None,
+        "total_ms": outcome.end * 1e3,
+        "tokens_per_pass": None,
+    }
+    return row if outcome.error is None else {**row, "error": outcome.error}
+
+
+def _round_figures(outcomes: Sequence[Outcome], seconds: float) -> Summary:
+    """Figures of one round. Requests that failed count as errors and in nothing else."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    ttft = [outcome.pieces[0] * 1e3 for outcome in good if outcome.pieces]
+    gaps = [gap * 1e3 for outcome in good for gap in outcome.gaps]
+    return {
+        "tok_s": sum(outcome.tokens for outcome in good) / seconds,
+        "requests_s": len(good) / seconds,
+        **{f"ttft{name}_ms": percentile(ttft, p) for name, p in (("", 50), ("_p90", 90), ("_p99", 99))},
+        **{f"between{name}_ms": percentile(gaps, p) for name, p in (("", 50), ("_p90", 90), ("_p99", 99))},
+        "errors": float(len(outcomes) - len(good)),
+    }
+
+
+def _summary(rounds: Sequence[Summary]) -> Summary:
+    """Medians over rounds; errors are added up."""
+    figures: Summary = {figure: median(one[figure] for one in rounds) for figure in rounds[0] if figure != "errors"}
+    return {**figures, "errors": int(sum(one["errors"] for one in rounds))}
+
+
+def percentile(values: Sequence[float], p: float) -> float | None:
+    """Linear interpolation between the closest ranks; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * p / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -1,0 +1,344 @@
+"""Chat with a model in the terminal, streaming.
+
+    python scripts/chat.py --model smollm2
+    python scripts/chat.py --url http://127.0.0.1:8000
+
+Lines piped into stdin are questions, one a line; the answers are then plain text on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+from rich.console import Console
+
+from umbra.scripts.model_options import OneLineParser, mesh_sizes, open_engine, positive, prepare
+
+if TYPE_CHECKING:
+    from umbra.model.load import Model
+    from umbra.serving.engine import Engine
+
+HELP = """/help            this text
+/reset           forget the conversation
+/system TEXT     set the system message and start anew; without TEXT: back to the model's own
+/quit            leave (also Ctrl-D)
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a model must not send to a terminal: everything that is not text, tab or newline."""
+
+Message = dict[str, str]
+
+
+@dataclasses.dataclass
+class Piece:
+    """Some text of an answer, the number of tokens behind it if known, and how it ended if this is the last piece."""
+
+    text: str
+    tokens: int | None = None
+    finish: str | None = None
+    total: int | None = None
+    """Tokens of the whole answer; on the last piece."""
+
+
+class ChatError(Exception):
+    """An answer that could not be given, in one sentence."""
+
+
+class Backend(Protocol):
+    """Something that answers a conversation."""
+
+    name: str
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+        """Pieces of the answer as they come. Leaving early cancels it. Raises `ChatError`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Local:
+    """A model in this process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from umbra.serving.console import StartupProgress
+        from umbra.serving.engine import SamplingParams
+
+        self._params = SamplingParams(
+            temperature=args.temperature, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens
+        )
+        with StartupProgress() as progress:
+            self._model, self._engine = self._open(args, progress)
+        if self._model.tokenizer is None or self._model.chat_template is None:
+            self._engine.close()
+            raise ChatError(f"the model {self._model.name!r} has no chat template; chat needs one")
+        self.name = self._model.name
+
+    def _open(self, args: argparse.Namespace, progress: Any) -> tuple[Model, Engine]:
+        return open_engine(args.model or "smollm2", args.quant, args.mesh, progress=progress, slots=1, kv_memory=0.5)
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+        try:
+            assert self._model.chat_template is not None and self._model.tokenizer is not None
+            prompt = self._model.chat_template.encode(self._model.tokenizer, list(messages))
+            for emission in self._engine.stream(prompt, self._params):
+                if emission.finish_reason == "error":
+                    raise ChatError(emission.error or "the engine failed")
+                total = emission.usage.completion_tokens if emission.usage else None
+                yield Piece(emission.text, len(emission.token_ids), emission.finish_reason, total)
+        except ValueError as error:  # the prompt is too long, or the template refuses the messages
+            raise ChatError(f"{error}; /reset starts anew") from None
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Remote:
+    """A running server, over HTTP."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        base = args.url.rstrip("/").removesuffix("/v1")
+        key = args.api_key or os.environ.get("UMBRA_API_KEY") or os.environ.get("OPENAI_API_KEY")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            self._http = httpx.Client(base_url=f"{base}/v1", headers=headers, timeout=httpx.Timeout(600, connect=5))
+            listed = self._http.get("/models")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ChatError(f"no server answers at {base}: {error or type(error).__name__}") from None
+        if listed.status_code != 200:
+            raise ChatError(f"the server at {base} says: {_message(listed.content, listed.status_code)}")
+        self.name = args.model or listed.json()["data"][0]["id"]
+        self._options = {name: getattr(args, name) for name in ("temperature", "top_p", "seed", "max_tokens")}
+
+    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+        options = {name: value for name, value in self._options.items() if value is not None}
+        body = {
+            "model": self.name,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **options,
+        }
+        try:
+            with self._http.stream("POST", "/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise ChatError(_message(response.read(), response.status_code))
+                yield from self._pieces(response)
+        except httpx.HTTPError as error:
+            raise ChatError(f"the connection failed: {error or type(error).__name__}") from None
+
+    def _pieces(self, response: httpx.Response) -> Iterator[Piece]:
+        finish: str | None = None
+        for line in response.iter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise ChatError(chunk["error"]["message"])
+            for choice in chunk["choices"]:
+                finish = choice["finish_reason"] or finish
+                if choice["delta"].get("content"):
+                    yield Piece(choice["delta"]["content"])
+            if chunk.get("usage"):
+                yield Piece("", finish=finish, total=chunk["usage"]["completion_tokens"])
+        if finish is None:
+            raise ChatError("the server ended the answer early")
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _message(body: bytes, status: int) -> str:
+    """The sentence of an error reply."""
+    try:
+        return f"{json.loads(body)['error']['message']} (status {status})"
+    except (ValueError, KeyError, TypeError):
+        return f"status {status}"
+
+
+class Speed:
+    """Tokens per second of one answer: those after the first piece over the time after it."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._first_tokens = 0
+        self._last = self._began
+        self._seen = 0
+        self._total: int | None = None
+
+    def add(self, piece: Piece) -> None:
+        if piece.text or piece.tokens:
+            self._last = time.perf_counter()
+            self._seen += piece.tokens if piece.tokens is not None else 1
+            if self._first is None:
+                self._first, self._first_tokens = self._last, self._seen
+        self._total = piece.total if piece.total is not None else self._total
+
+    def __str__(self) -> str:
+        if self._first is None:
+            return "no tokens"
+        tokens = self._total if self._total is not None else self._seen
+        rest, seconds = tokens - self._first_tokens, self._last - self._first
+        rate = f", {rest / seconds:.1f} tokens/s" if rest > 0 and seconds > 0 else ""
+        return f"{tokens} tokens{rate}, first after {(self._first - self._began) * 1000:.0f} ms"
+
+
+class Chat:
+    """The conversation and its screen."""
+
+    def __init__(self, backend: Backend, system: str | None, console: Console, notes: Console, typed: bool) -> None:
+        self._backend = backend
+        self._system = system
+        self._console = console
+        self._notes = notes
+        self._typed = typed
+        self._turns: list[Message] = []
+        self.failed = False
+
+    def run(self) -> None:
+        if self._typed:
+            self._note(f"{self._backend.name}: /help shows the commands, Ctrl-D leaves")
+        while (line := self._read()) is not None:
+            if not line.strip():
+                continue
+            if line.startswith("/"):
+                if not self._command(line):
+                    return
+            else:
+                self._ask(line)
+
+    def _read(self) -> str | None:
+        """The next question; None at the end of input. Ctrl-C throws away what was typed."""
+        lines: list[str] = []
+        while True:
+            try:
+                prompt = "... " if lines else "you> "
+                line = input(f"\001\033[1;36m\002{prompt}\001\033[0m\002" if self._typed else "")
+            except KeyboardInterrupt:
+                self._notes.print()
+                lines.clear()
+                continue
+            except EOFError:
+                if self._typed:
+                    self._notes.print()
+                return "\n".join(lines) if lines else None
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+
+    def _command(self, line: str) -> bool:
+        """Carry out a command; False to leave."""
+        name, _, rest = line.partition(" ")
+        if name in ("/quit", "/exit"):
+            return False
+        if name == "/reset":
+            self._turns.clear()
+            self._note("the conversation starts anew")
+        elif name == "/system":
+            self._system = rest.strip() or None
+            self._turns.clear()
+            self._note(f"system message: {self._system or 'the model’s own'}; the conversation starts anew")
+        elif name == "/help":
+            self._note(HELP)
+        else:
+            self._note(f"{name} is not a command; supported: /help, /reset, /system, /quit")
+        return True
+
+    def _ask(self, question: str) -> None:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        asked = {"role": "user", "content": question}
+        pieces = self._backend.answer([*system, *self._turns, asked])
+        speed, text, ending = Speed(), [], ""
+        try:
+            for piece in pieces:
+                speed.add(piece)
+                text.append(piece.text)
+                self._show(piece.text)
+                if piece.finish in ("length", "max_tokens", "context_length"):
+                    ending = ", cut off: " + ("the context is full" if piece.finish == "context_length" else "too long")
+        except KeyboardInterrupt:
+            ending = ", stopped"
+        except ChatError as error:
+            self.failed = True
+            self._show("\n" if text else "")
+            self._notes.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            return
+        finally:
+            with suppress(KeyboardInterrupt):
+                pieces.close()  # type: ignore[attr-defined]  # generators cancel what they wait for
+        self._show("\n")
+        self._note(f"{speed}{ending}")
+        self._turns += [asked, {"role": "assistant", "content": "".join(text)}]
+
+    def _show(self, text: str) -> None:
+        self._console.print(CONTROL.sub("", text), end="", markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()
+
+    def _note(self, text: str) -> None:
+        self._notes.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = OneLineParser(prog="chat.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    p.add_argument("--model", metavar="M", help="as for serve.py (default smollm2); with --url: a model of that server")
+    p.add_argument("--url", metavar="U", help="chat with a running server instead of loading a model")
+    p.add_argument("--api-key", metavar="KEY", help="key for --url (or $UMBRA_API_KEY)")
+    p.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
+    p.add_argument("--temperature", type=float, default=0.2, help="0: always the likeliest token (default %(default)s)")
+    p.add_argument(
+        "--top-p", type=float, default=0.9, help="only the likeliest tokens that add up to this (%(default)s)"
+    )
+    p.add_argument("--seed", type=int, metavar="N", help="makes answers repeatable")
+    p.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default: what fits)")
+    p.add_argument("--quant", default="auto", help="form of the weights: auto (default) or none")
+    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
+    p.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser()
+    args = options.parse_args(argv)
+    if args.url and (args.quant != "auto" or args.threads or args.mesh):
+        options.error("--quant, --threads and --mesh belong to a local model, not to --url")
+    if args.api_key and not args.url:
+        options.error("--api-key belongs to --url")
+    typed = sys.stdin.isatty()
+    console = Console()
+    notes = console if typed and console.is_terminal else Console(stderr=True)
+    try:
+        if not args.url:
+            prepare(args.threads, args.mesh)
+        backend: Backend = Remote(args) if args.url else Local(args)
+    except KeyboardInterrupt:
+        os._exit(130)  # a compilation may be running, which cannot be interrupted
+    except Exception as error:
+        print(f"chat.py: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
+    if typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401 (line editing and history for input())
+    chat = Chat(backend, args.system, console, notes, typed)
+    try:
+        chat.run()
+    finally:
+        backend.close()
+    return 1 if chat.failed and not typed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

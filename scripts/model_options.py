@@ -1,0 +1,102 @@
+"""The options of every script that runs a model, and how they become an engine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..serving.platform import parse_mesh, setup
+
+if TYPE_CHECKING:
+    from ..model.load import Model
+    from ..serving.engine import Engine
+    from ..serving.metrics import EngineMetrics
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+def positive(text: str) -> int:
+    """A command line argument that must be a whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """`data=2,model=4` as (2, 4), for argparse."""
+    try:
+        return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def only(option: str, *supported: str) -> Callable[[str], str]:
+    """A command line argument that must be one of `supported`; anything else is refused by name."""
+
+    def check(text: str) -> str:
+        if text not in supported:
+            raise argparse.ArgumentTypeError(f"{option} {text!r} is not supported; supported: {', '.join(supported)}")
+        return text
+
+    return check
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Wrong usage ends with status 2 and a single line on stderr."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="smollm2", metavar="M",
+        help="smollm2 (default), gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
+    )  # fmt: skip
+    parser.add_argument("--quant", default="auto", help="form of the weights: auto (default) or none")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
+    parser.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")
+    parser.add_argument(
+        "--draft", default="off", type=only("draft", "off"), help="where drafted tokens come from: off (default)"
+    )
+
+
+def prepare(threads: int | None, mesh: tuple[int, int] | None) -> None:
+    """Settings of the process. Must run before anything imports JAX."""
+    setup(threads, mesh[0] * mesh[1] if mesh else None)
+
+
+def open_engine(
+    model: str,
+    quant: str,
+    mesh: tuple[int, int] | None,
+    *,
+    progress: Progress | None = None,
+    metrics: EngineMetrics | None = None,
+    warm: bool = True,
+    **sizes: Any,
+) -> tuple[Model, Engine]:
+    """Load a model and start an engine for it; `sizes` are fields of `EngineConfig`. Call `prepare` first.
+
+    `warm=False` compiles every program when it is first needed.
+    """
+    import jax
+    import numpy as np
+
+    from ..configs.engine import EngineConfig
+    from ..model.load import load_model
+    from ..serving.engine import Engine
+
+    devices = None
+    if mesh is not None:
+        wanted, there = mesh[0] * mesh[1], jax.devices()
+        if wanted > len(there):
+            shape = f"data={mesh[0]}, model={mesh[1]}"
+            raise ValueError(f"a mesh of {shape} needs {wanted} devices; there are {len(there)}")
+        devices = jax.sharding.Mesh(np.asarray(there[:wanted]).reshape(mesh), ("data", "model"))
+    loaded = load_model(model, quant=quant, mesh=devices, progress=progress)
+    engine = Engine(loaded, EngineConfig(**sizes), mesh=devices, metrics=metrics)
+    engine.start(warm=warm, progress=progress)
+    return loaded, engine

@@ -1,0 +1,153 @@
+"""Serve a model over HTTP: OpenAI's chat completions and completions, with streaming.
+
+    python scripts/serve.py --model smollm2 --port 8000
+
+Prints one line `ready http://HOST:PORT` on stdout once every program is compiled; logs go to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from umbra.configs.engine import EngineConfig
+from umbra.configs.server import ServerConfig
+from umbra.scripts.model_options import OneLineParser, mesh_sizes, open_engine, positive, prepare
+
+if TYPE_CHECKING:
+    from umbra.serving.api.server import Load
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+SIZES = ("slots", "context_length", "kv_memory", "prefill_chunk", "decode_steps", "max_queue")
+"""Options that are fields of `EngineConfig` of the same name."""
+
+
+def parser() -> argparse.ArgumentParser:
+    engine, server = EngineConfig(), ServerConfig()
+    p = OneLineParser(prog="serve.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    model = p.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        default="smollm2",
+        metavar="M",
+        help="smollm2 (default), gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
+    )
+    model.add_argument("--quant", default="auto", help="form of the weights: auto (default) or none")
+    model.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
+    model.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")
+    model.add_argument(
+        "--no-warmup", action="store_true", help="compile at first use: ready sooner, then slow at first"
+    )
+    sizes = p.add_argument_group("sizes")
+    sizes.add_argument("--slots", type=int, default=engine.slots, help="sequences that run at once (%(default)s)")
+    sizes.add_argument("--context-length", type=int, help="positions of a sequence (the model's, at most 8192)")
+    sizes.add_argument("--kv-memory", type=float, default=engine.kv_memory, help="GiB of KV blocks (%(default)s)")
+    sizes.add_argument(
+        "--prefill-chunk", type=int, default=engine.prefill_chunk, help="prompt tokens a step (%(default)s)"
+    )
+    sizes.add_argument(
+        "--decode-steps", type=int, default=engine.decode_steps, help="steps a device loop (%(default)s)"
+    )
+    sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait (%(default)s)")
+    http = p.add_argument_group("server")
+    http.add_argument("--host", default=server.host, help="address to listen on (%(default)s)")
+    http.add_argument("--port", type=int, default=server.port, help="0: any free port (%(default)s)")
+    http.add_argument("--api-key", action="append", metavar="KEY", help="a key clients must send (or $UMBRA_API_KEY)")
+    http.add_argument("--tls-cert", metavar="F", help="certificate chain, PEM; needs --tls-key")
+    http.add_argument("--tls-key", metavar="F", help="private key, PEM; needs --tls-cert")
+    http.add_argument("--max-body", type=int, default=server.max_body, help="bytes of a request body (%(default)s)")
+    http.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser()
+    args = options.parse_args(argv)
+    keys = args.api_key or [key for key in [os.environ.get("UMBRA_API_KEY")] if key]
+    try:
+        sizes = {name: getattr(args, name) for name in SIZES}
+        EngineConfig(**sizes)
+        config = ServerConfig(host=args.host, port=args.port, api_keys=tuple(keys), max_body=args.max_body)
+        if (args.tls_cert is None) != (args.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together")
+    except ValueError as error:
+        options.error(str(error))
+    log_to_stderr(args.log_level)
+    prepare(args.threads, args.mesh)
+    try:
+        return serve(args, config, sizes)
+    except Exception as error:
+        logging.getLogger(__name__).debug("start failed", exc_info=True)
+        print(f"serve.py: {one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if level != "debug":
+        for other in ("httpx", "uvicorn", "jax", "asyncio", "absl"):
+            logging.getLogger(other).setLevel(logging.WARNING)
+
+
+def one_line(error: Exception) -> str:
+    """The error's sentence; with its type when it is none of ours and so may not be one."""
+    text = " ".join(str(error).split()) or "no message"
+    expected = isinstance(error, ValueError | OSError) or type(error).__module__.startswith("umbra.")
+    return text if expected else f"{type(error).__name__}: {text}"
+
+
+def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any]) -> int:
+    """Listen, load in the background, and serve until a signal says stop."""
+    # Only now: these import JAX, whose settings `prepare` makes.
+    from umbra.serving.api import Service
+    from umbra.serving.api.server import Tls, listen, run, url
+
+    service = Service(config)
+    tls = Tls(args.tls_cert, args.tls_key) if args.tls_cert else None
+    sock = listen(config.host, config.port)
+    address = url(config.host, sock, tls)
+    if not config.api_keys and config.host not in LOOPBACK:
+        logging.warning("listening on %s without an API key: whoever can reach it can use it", config.host)
+    return run(service, sock, loader(args, sizes), lambda: print(f"ready {address}", flush=True), tls)
+
+
+def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
+    """What the server runs in the background to get its model."""
+    from umbra.serving.api import Service
+    from umbra.serving.console import StartupProgress
+
+    def load(service: Service) -> Any:
+        with StartupProgress() as progress:
+
+            def report(stage: str, done: int, total: int) -> None:
+                progress(stage, done, total)
+                service.progress = progress.text
+
+            model, engine = open_engine(
+                args.model,
+                args.quant,
+                args.mesh,
+                progress=report,
+                metrics=service.engine_metrics,
+                warm=not args.no_warmup,
+                **sizes,
+            )
+        logging.info(
+            "%s as %s, context %d tokens, %d slots, %s, numerics %s",
+            model.name,
+            model.quant,
+            engine.context_length,
+            sizes["slots"],
+            engine.system_fingerprint,
+            engine.numerics_class,
+        )
+        return engine, model
+
+    return load
+
+
+if __name__ == "__main__":
+    sys.exit(main())

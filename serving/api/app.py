@@ -1,0 +1,163 @@
+"""The ASGI application: routes over a `Service`. A protocol is a module with handlers; its routes are listed here."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from ... import __version__
+from ..metrics import CONTENT_TYPE, exposition
+from .body import drain
+from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal, openai_body
+from .middleware import Gate, log_failure, request_info
+from .models import get_model, list_models
+from .openai_chat import chat_completions
+from .openai_completions import completions
+from .schemas import ChatBody, CompletionBody
+from .service import Service
+
+_SCHEMAS = "#/components/schemas/"
+
+Handler = Callable[[Request, Service], Awaitable[Response]]
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The server as an ASGI application."""
+    app = FastAPI(
+        title="Umbra",
+        version=__version__,
+        description="Language-model serving. Bodies and errors are those of OpenAI's API.",
+        redirect_slashes=False,
+        redoc_url=None,
+    )
+    _add_operations(app, service)
+    _add_models(app, service)
+    _add_post(app, service, "/v1/chat/completions", chat_completions, ChatBody)
+    _add_post(app, service, "/v1/completions", completions, CompletionBody)
+    _describe_bodies(app, (ChatBody, CompletionBody))
+    app.add_exception_handler(ApiError, _on_api_error(service))
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_unexpected)
+    return Gate(app, service)
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    @app.head("/healthz", include_in_schema=False)
+    @app.get("/healthz", tags=["operations"])
+    async def healthz() -> dict[str, Any]:
+        """The process answers; says nothing about the model."""
+        return {"status": "ok"}
+
+    @app.head("/readyz", include_in_schema=False)
+    @app.get("/readyz", tags=["operations"])
+    async def readyz() -> Response:
+        """200 once every program is compiled; 503 before that and during shutdown."""
+        if service.ready:
+            return JSONResponse({"status": "ready"})
+        status = "stopping" if service.stopping else "starting"
+        return JSONResponse({"status": status, "progress": service.progress}, 503, {"retry-after": "1"})
+
+    @app.get("/metrics", tags=["operations"], response_class=Response)
+    async def metrics() -> Response:
+        """Counters in Prometheus' text format."""
+        return Response(exposition(service.engine_metrics.registry), media_type=CONTENT_TYPE)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", tags=["models"])
+    async def models() -> dict[str, Any]:
+        """The model that is served."""
+        return list_models(service.loaded)
+
+    @app.get("/v1/models/{model_id:path}", tags=["models"])
+    async def model(model_id: str) -> dict[str, Any]:
+        """One model by its id."""
+        return get_model(service.loaded, model_id)
+
+
+def _add_post(app: FastAPI, service: Service, path: str, handler: Handler, schema: type[BaseModel]) -> None:
+    """A route that reads its own body: FastAPI would read it without a limit and parse it on the event loop."""
+
+    async def endpoint(request: Request) -> Response:
+        return await handler(request, service)
+
+    body = {"$ref": _SCHEMAS + schema.__name__}
+    app.add_api_route(
+        path,
+        endpoint,
+        methods=["POST"],
+        tags=["openai"],
+        name=handler.__name__,
+        response_class=Response,
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}},
+    )
+
+
+def _describe_bodies(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> None:
+    """Add the bodies that `_add_post` refers to to the OpenAPI document."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            _, bodies = models_json_schema([(one, "validation") for one in schemas], ref_template=_SCHEMAS + "{model}")
+            document.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _on_api_error(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        response = JSONResponse(openai_body(error), error.status, error.headers)
+        return _Draining(response, service.config.max_body) if error.status == 413 else response
+
+    return handle
+
+
+class _Draining(Response):
+    """A reply to a request whose body has not been read: it is sent, then the body is read and thrown away."""
+
+    def __init__(self, response: Response, limit: int) -> None:
+        super().__init__()
+        self._response = response
+        self._limit = limit
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        response = self._response
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        await drain(receive, self._limit)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods, in OpenAI's words."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path[:200]
+    if error.status_code == 404:
+        api = ApiError(404, f"Invalid URL ({method} {path})", code="unknown_url")
+    elif error.status_code == 405:
+        message = f"Not allowed to {method} on {path}. (HINT: Perhaps you meant to use a different HTTP method?)"
+        api = ApiError(405, message, code="method_not_supported")
+    else:
+        api = ApiError(error.status_code, str(error.detail))
+    return JSONResponse(openai_body(api), api.status, dict(error.headers or {}))
+
+
+async def _on_unexpected(request: Request, error: Exception) -> Response:
+    """The reply to what nobody expected."""
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_CLOSED)
+    info = request_info(request.scope)
+    log_failure(info)
+    return JSONResponse(openai_body(internal(info.id)), 500)

@@ -1,0 +1,143 @@
+"""From the engine's thread to the event loop: one hand-over per step, however many requests emitted.
+
+Every request of the server is submitted with the same sink. The engine calls it once per step with everything that the
+step emitted; it schedules one callback, which shares the emissions out to the waiting replies. A reply keeps what its
+client has not taken yet as one merged emission per choice, so a slow reader costs the text of its answer and no queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from ..engine.request import Emission, Sink
+from .errors import ClientGone
+
+
+class _Pending:
+    """Emissions of one choice that wait for their reader."""
+
+    def __init__(self) -> None:
+        self._parts: list[Emission] = []
+
+    def add(self, emission: Emission) -> None:
+        self._parts.append(emission)
+        if len(self._parts) >= 64:
+            self._parts = [merge(self._parts)]
+
+    def take(self) -> Emission:
+        return merge(self._parts)
+
+
+def merge(parts: Sequence[Emission]) -> Emission:
+    """Several emissions of one request, in order, as the one that a single longer step would have made."""
+    if len(parts) == 1:
+        return parts[0]
+    return dataclasses.replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        token_ids=tuple(i for part in parts for i in part.token_ids),
+        logprobs=tuple(i for part in parts for i in part.logprobs),
+        digests=tuple(i for part in parts for i in part.digests),
+    )
+
+
+class Reply:
+    """All choices of one HTTP request, read by one task of the event loop.
+
+    `close` may be called at any moment, also while the request is still being tokenized in a worker: whatever has been
+    submitted, and whatever will be, is cancelled.
+    """
+
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        self.closed = False
+        self._cancel = cancel
+        self._ids: list[str] = []
+        self._unfinished: set[int] = set()
+        self._pending: dict[int, _Pending] = {}
+        self._wake = asyncio.Event()
+
+    def submitted(self, request_id: str) -> int:
+        """Called in a worker just before the engine gets the request; the index of the new choice."""
+        self._ids.append(request_id)
+        index = len(self._ids) - 1
+        self._unfinished.add(index)
+        return index
+
+    def refused(self, index: int) -> None:
+        """The engine did not take the choice; those before it are cancelled by `close`."""
+        self._unfinished.discard(index)
+
+    def put(self, index: int, emission: Emission) -> None:
+        """Called on the event loop."""
+        if emission.finish_reason is not None:
+            self._unfinished.discard(index)
+        if not self.closed:
+            self._pending.setdefault(index, _Pending()).add(emission)
+            self._wake.set()
+
+    async def take(self, timeout: float | None = None) -> list[tuple[int, Emission]]:
+        """What has been emitted since the last call, one merged emission per choice; waits if there is nothing.
+
+        An empty list after `timeout` seconds. Raises `ClientGone` once the reply is closed.
+        """
+        if not self._pending and not self.closed:
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+        if self.closed:
+            raise ClientGone
+        pending, self._pending = self._pending, {}
+        return [(index, pending[index].take()) for index in sorted(pending)]
+
+    def close(self) -> None:
+        """Cancel what is not finished. Idempotent; called on the event loop."""
+        self.closed = True
+        self._pending.clear()
+        self._wake.set()
+        for index in list(self._unfinished):
+            self._cancel(self._ids[index])
+
+
+class Bridge:
+    """The one sink of the server, and the table of who waits for which request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._routes: dict[str, tuple[Reply, int]] = {}
+        self.sink: Sink = self._from_engine  # one object: the engine groups the emissions of a step by sink
+
+    def expect(self, request_id: str, reply: Reply) -> int:
+        """Route emissions of `request_id` to `reply`; its index there. Called before the engine gets the request."""
+        index = reply.submitted(request_id)
+        self._routes[request_id] = (reply, index)
+        return index
+
+    def forget(self, request_id: str) -> None:
+        """The engine refused the request: nothing will come."""
+        route = self._routes.pop(request_id, None)
+        if route is not None:
+            route[0].refused(route[1])
+
+    def running(self) -> list[str]:
+        """Ids of the requests that have not ended."""
+        return list(self._routes)
+
+    def _from_engine(self, batch: Sequence[tuple[str, Emission]]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._share_out, batch)
+        except RuntimeError:
+            return  # the loop is closed: the server has stopped and so have its clients
+
+    def _share_out(self, batch: Sequence[tuple[str, Emission]]) -> None:
+        for request_id, emission in batch:
+            route = self._routes.get(request_id)
+            if route is None:
+                continue
+            if emission.finish_reason is not None:
+                del self._routes[request_id]
+            route[0].put(route[1], emission)

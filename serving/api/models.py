@@ -1,0 +1,43 @@
+"""`GET /v1/models` and `/v1/models/{id}`. Clients of OpenAI's and of Gemini's protocol ask the same paths; the objects
+have the fields of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import model_not_found
+from .service import Loaded
+
+
+def describe(loaded: Loaded) -> dict[str, Any]:
+    """Both shapes of one model. The prompt and the answer share the context."""
+    context = loaded.engine.context_length
+    return {
+        "id": loaded.name,
+        "object": "model",
+        "created": loaded.created,
+        "owned_by": "umbra",
+        "name": f"models/{loaded.name}",
+        "baseModelId": loaded.name,
+        "version": "1",
+        "displayName": loaded.name,
+        "inputTokenLimit": context - 1,
+        "outputTokenLimit": context - 1,
+        "supportedGenerationMethods": [],  # of Gemini's protocol: each that is served belongs here
+    }
+
+
+def list_models(loaded: Loaded) -> dict[str, Any]:
+    one = describe(loaded)
+    keys = ("id", "object", "created", "owned_by")
+    return {
+        "object": "list",
+        "data": [{key: one[key] for key in keys}],
+        "models": [{key: value for key, value in one.items() if key not in keys}],
+    }
+
+
+def get_model(loaded: Loaded, name: str) -> dict[str, Any]:
+    if name not in (loaded.name, loaded.model.name):
+        raise model_not_found(name[:100], loaded.name)
+    return describe(loaded)

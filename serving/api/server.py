@@ -1,0 +1,159 @@
+"""The life of the server process: listen, load, serve, stop.
+
+The socket is open before the model is there, so that `/healthz` and `/readyz` answer while it loads. A stop signal
+ends listening; running answers get `ServerConfig.shutdown_grace` seconds, then they are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import uvicorn
+
+from .app import create_app
+from .service import EnginePort, ModelPort, Service
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE = 75
+"""Seconds that an idle connection stays open: longer than the pools of the common clients keep theirs."""
+
+_AFTER_CANCEL = 1.0
+_ENGINE_CLOSE = 2.0
+
+
+class ClosableEngine(EnginePort, Protocol):
+    def close(self) -> None: ...
+
+
+Load = Callable[[Service], tuple[ClosableEngine, ModelPort]]
+"""Loads the model and starts its engine; runs in its own thread and says how far it is in `service.progress`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    cert: str
+    key: str
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 is any free port. Raises `OSError` in one sentence."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise OSError(f"cannot listen on host {host!r}: {error.strerror or error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return sock
+
+
+def url(host: str, sock: socket.socket, tls: Tls | None = None) -> str:
+    """Where the server can be reached, with the real port."""
+    name = f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{name}:{sock.getsockname()[1]}"
+
+
+def run(service: Service, sock: socket.socket, load: Load, on_ready: Callable[[], None], tls: Tls | None = None) -> int:
+    """Serve until a signal says stop; the exit code of the process. A failed `load` is raised."""
+    config = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=round(service.config.shutdown_grace + _AFTER_CANCEL),
+        ssl_certfile=tls.cert if tls else None,
+        ssl_keyfile=tls.key if tls else None,
+    )
+    config.load()
+    process = _Process(service, _Uvicorn(config), load, on_ready)
+    uvicorn_loop = config.get_loop_factory()
+    with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+        runner.run(process.main(sock))
+    process.finish()
+    return 0
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: uvicorn would end the process by the signal instead of with exit code 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Process:
+    """Loading and serving, and the order in which they end."""
+
+    def __init__(self, service: Service, server: _Uvicorn, load: Load, on_ready: Callable[[], None]) -> None:
+        self._service = service
+        self._server = server
+        self._load = load
+        self._on_ready = on_ready
+        self._engine: ClosableEngine | None = None
+        self._error: BaseException | None = None
+        self._loader: threading.Thread | None = None
+
+    async def main(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, loop)
+        self._loader = threading.Thread(target=self._load_and_attach, args=(loop,), name="loader", daemon=True)
+        self._loader.start()
+        await self._server.serve(sockets=[sock])
+        self._service.close()
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Close the engine. What cannot be interrupted (a compilation, a step that hangs) is left behind."""
+        if self._engine is not None:
+            closer = threading.Thread(target=self._engine.close, name="closer", daemon=True)
+            closer.start()
+            closer.join(_ENGINE_CLOSE)
+            if not closer.is_alive():
+                return
+            log.warning("the engine did not stop within %g s", _ENGINE_CLOSE)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # interpreter shutdown would wait for, or crash in, threads that are inside XLA
+
+    def _load_and_attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            engine, model = self._load(self._service)
+        except BaseException as error:
+            self._error = error
+            self._server.should_exit = True
+            return
+        self._engine = engine
+        self._service.attach(engine, model)
+        if not self._service.stopping:
+            self._on_ready()
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._service.stopping:
+            self._server.force_exit = True
+            self._service.cancel_running()
+            return
+        log.info("stopping: new requests are refused, running ones have %g s", self._service.config.shutdown_grace)
+        self._service.stopping = True
+        self._server.should_exit = True
+        loop.call_later(self._service.config.shutdown_grace, self._service.cancel_running)

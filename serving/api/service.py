@@ -1,0 +1,207 @@
+"""The engine as the protocols see it: model and engine once they are there, workers, submission, stopping.
+
+A protocol module turns its request into token ids and `SamplingParams`, calls `Service.submit`, and turns the
+emissions of the `Reply` into its own events. Nothing here knows a protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from ...configs.server import ServerConfig
+from ..engine.request import Emission, SamplingParams, Sink
+from ..metrics import EngineMetrics, HttpMetrics
+from .bridge import Bridge, Reply, merge
+from .errors import ApiError, ClientGone, from_engine, unavailable
+
+T = TypeVar("T")
+
+
+class EnginePort(Protocol):
+    """What the server needs of the engine."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def system_fingerprint(self) -> str: ...
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+    ) -> str: ...
+    def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]: ...
+    def cancel(self, request_id: str) -> None: ...
+
+
+class ModelPort(Protocol):
+    """What the server needs of the loaded model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def chat_template(self) -> Any: ...
+
+
+def served_name(spec: str) -> str:
+    """The model id clients use: the name itself, or the last part of a path or hub name without `.gguf`."""
+    last = os.path.basename(spec.removeprefix("hf:").rstrip("/"))
+    return last.removesuffix(".gguf") or "model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model and the engine that runs it."""
+
+    engine: EnginePort
+    model: ModelPort
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return served_name(self.model.name)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+
+class Service:
+    """State of the server. Created before the model is there, so that health can be asked for while it loads."""
+
+    def __init__(self, config: ServerConfig | None = None, metrics: EngineMetrics | None = None) -> None:
+        self.config = config if config is not None else ServerConfig()
+        self.engine_metrics = metrics if metrics is not None else EngineMetrics()
+        self.http_metrics = HttpMetrics(self.engine_metrics.registry)
+        self.progress = "starting"
+        self.stopping = False
+        self.inflight = 0
+        self._loaded: Loaded | None = None
+        self._bridge: Bridge | None = None
+        self._workers = ThreadPoolExecutor(self.config.workers, thread_name_prefix="api-worker")
+
+    def attach(self, engine: EnginePort, model: ModelPort) -> None:
+        """The model is loaded and its engine started. Called from any thread."""
+        self._loaded = Loaded(engine, model)
+
+    @property
+    def ready(self) -> bool:
+        return self._loaded is not None and self._loaded.engine.ready and not self.stopping
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model and its engine; an `ApiError` (503) when they cannot take requests."""
+        if self.stopping:
+            raise unavailable("The server is shutting down", "shutting_down", 5.0)
+        if self._loaded is None:
+            raise unavailable(f"The model is not ready yet ({self.progress})", "model_not_ready", 5.0)
+        if not self._loaded.engine.ready:
+            raise unavailable("The engine is not running", "engine_not_ready", 5.0)
+        return self._loaded
+
+    async def offload(self, work: Callable[[], T]) -> T:
+        """Run `work` in a worker thread, so that templates, tokenizing and large JSON never hold up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+    def new_reply(self) -> Reply:
+        return Reply(self._cancel)
+
+    async def submit(
+        self, reply: Reply, encode: Callable[[], Sequence[Sequence[int]]], params: SamplingParams, n: int, param: str
+    ) -> int:
+        """Encode the prompts in a worker and submit `n` choices of each; the number of prompt tokens.
+
+        Choice i of prompt p has index `p * n + i` in `reply`. All are taken or none: when one is refused,
+        the others are cancelled and an `ApiError` is raised. `param` names the field that held the prompts.
+        """
+        engine = self.loaded.engine
+        bridge = self._bridge_of_loop()
+
+        def work() -> int:
+            if reply.closed:
+                raise ClientGone
+            prompts = encode()
+            for prompt in prompts:
+                for one in engine.choice_params(params, n):
+                    _submit(engine, bridge, reply, prompt, one, param)
+            return sum(len(prompt) for prompt in prompts)
+
+        try:
+            return await self.offload(work)
+        except BaseException:
+            reply.close()
+            raise
+
+    def cancel_running(self) -> None:
+        """Cancel every request; each client is told. Called on the event loop."""
+        for request_id in self._bridge.running() if self._bridge is not None else ():
+            self._cancel(request_id)
+
+    def close(self) -> None:
+        self.stopping = True
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _cancel(self, request_id: str) -> None:
+        if self._loaded is not None:
+            self._loaded.engine.cancel(request_id)
+
+    def _bridge_of_loop(self) -> Bridge:
+        if self._bridge is None:
+            self._bridge = Bridge(asyncio.get_running_loop())
+        return self._bridge
+
+
+def _submit(
+    engine: EnginePort, bridge: Bridge, reply: Reply, prompt: Sequence[int], params: SamplingParams, param: str
+) -> None:
+    if reply.closed:
+        raise ClientGone
+    request_id = uuid.uuid4().hex
+    bridge.expect(request_id, reply)
+    try:
+        engine.submit(prompt, params, sink=bridge.sink, request_id=request_id)
+    except Exception as error:
+        bridge.forget(request_id)
+        raise from_engine(error, param) from error
+    if reply.closed:  # the client left meanwhile: `Reply.close` may have come too early for the engine
+        engine.cancel(request_id)
+
+
+async def gather(reply: Reply, choices: int) -> list[Emission]:
+    """Wait for all choices; each as one emission. Raises the error of the first that failed."""
+    parts: dict[int, list[Emission]] = {index: [] for index in range(choices)}
+    open_choices = choices
+    while open_choices:
+        for index, emission in await reply.take():
+            parts[index].append(emission)
+            if emission.finish_reason is not None:
+                open_choices -= 1
+                if (error := failure(emission)) is not None:
+                    raise error
+    return [merge(parts[index]) for index in range(choices)]
+
+
+def failure(emission: Emission) -> ApiError | None:
+    """The error that an emission ends its request with, if it does: an engine failure or the server's shutdown."""
+    if emission.finish_reason == "error":
+        return ApiError(
+            500, f"The engine failed: {emission.error or 'no reason given'}", kind="server_error", code="engine_error"
+        )
+    if emission.finish_reason == "cancelled":
+        return unavailable("The server cancelled the request", "cancelled", 5.0)
+    return None

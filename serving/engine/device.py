@@ -1,0 +1,123 @@
+"""The device side of the engine: compiled programs and the buffers they carry. The only module that runs them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...configs.engine import NULL_BLOCK, EngineConfig
+from ...configs.trunk import TrunkConfig
+from .programs import COPY_BLOCKS, Program, programs, step_sizes
+from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
+
+Progress = Callable[[str, int, int], None]
+
+
+class Device:
+    """Parameters, KV pool and slot state on a mesh, and the programs that work on them."""
+
+    def __init__(self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, jax.Array]) -> None:
+        self.config, self.engine, self.mesh = config, engine, mesh
+        self.params = dict(params)
+        self.data = mesh.shape["data"]
+        dtype = params["embed"].dtype
+        self.blocks = engine.pool_blocks(config, dtype.itemsize)
+        self.programs = programs(config, engine, mesh, dtype=dtype)
+        self._listed = {
+            program.kind if program.kind != "copy" else program.name[:4]: program for program in self.programs
+        }
+        self._compiled: dict[str, Any] = {}
+        self.layers = jax.device_put(
+            np.concatenate([[config.n_layers], np.arange(config.n_layers)]).astype(np.int32), NamedSharding(mesh, P())
+        )
+        self.pool: jax.Array
+        self.state: SlotState
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
+        pool = self._listed["save"].args[0]
+        self.pool = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool.sharding)()
+        rows = empty_rows(self.data * self.engine.slots, self.config.vocab_size)
+        self.state = jax.device_put(rows, NamedSharding(self.mesh, P("data")))
+
+    def compile(self, progress: Progress | None = None) -> None:
+        """Compile every program, as many at a time as there are cores, and run each once on nothing."""
+        done = 0
+        workers = min(len(self.programs), len(os.sched_getaffinity(0)))
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            futures = {pool.submit(self._get, kind): kind for kind in self._listed}
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+                done += 1
+                if progress:
+                    progress("compiling", done, len(futures))
+        for kind in ("prefill", "decode", "decode_n"):
+            if kind in self._listed:
+                jax.block_until_ready(self.run(kind, self.new_input(kind == "prefill")))
+        self.admit(self._no_slot(), empty_rows(self.data, self.config.vocab_size))
+        self.load([(0, NULL_BLOCK, self.save([(0, NULL_BLOCK)])[0])])
+
+    def _get(self, kind: str) -> Any:
+        compiled = self._compiled.get(kind)
+        if compiled is None:
+            program: Program = self._listed[kind]
+            compiled = self._compiled[kind] = program.jit().lower(*program.args).compile()
+        return compiled
+
+    # ---- steps
+
+    def new_input(self, prefill: bool) -> StepInput:
+        """A host input that does nothing. Always fresh: JAX may still read the last one."""
+        tokens, groups = step_sizes(self.engine, prefill)
+        shapes = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
+        blank = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+        return blank._replace(positions=np.full_like(blank.positions, -1), sample_at=np.full_like(blank.sample_at, -1))
+
+    def run(self, kind: str, inputs: StepInput) -> tuple[StepResult, jax.Array]:
+        """Dispatch a step; what it chose and its last logits, not yet ready."""
+        self.pool, self.state, result, logits = self._get(kind)(self.params, self.pool, self.state, inputs, self.layers)
+        return result, logits
+
+    def _no_slot(self) -> np.ndarray:
+        return np.full(self.data, -1, np.int32)
+
+    def admit(self, slots: np.ndarray, rows: SlotState) -> None:
+        """Replace slot `slots[d]` of every data shard d by row d; -1 leaves a shard alone."""
+        self.state = self._get("admit")(self.state, slots, rows)
+
+    # ---- blocks
+
+    def save(self, blocks: list[tuple[int, int]]) -> list[np.ndarray]:
+        """Host copies of the contents of (shard, block) pairs. Waits for the steps before it."""
+        contents: list[np.ndarray] = []
+        for start in range(0, len(blocks), COPY_BLOCKS):
+            part = blocks[start : start + COPY_BLOCKS]
+            saved = np.asarray(self._get("save")(self.pool, self._block_ids(part)))
+            contents += [saved[shard * COPY_BLOCKS + i].copy() for i, (shard, _) in enumerate(part)]
+        return contents
+
+    def load(self, blocks: list[tuple[int, int, np.ndarray]]) -> None:
+        """Write contents into (shard, block, contents) triples."""
+        for start in range(0, len(blocks), COPY_BLOCKS):
+            part = blocks[start : start + COPY_BLOCKS]
+            shape = self._listed["load"].args[2]
+            contents = np.zeros(shape.shape, shape.dtype)
+            for i, (shard, _, content) in enumerate(part):
+                contents[shard * COPY_BLOCKS + i] = content
+            ids = self._block_ids([(shard, block) for shard, block, _ in part])
+            self.pool = self._get("load")(self.pool, ids, contents)
+
+    def _block_ids(self, part: list[tuple[int, int]]) -> np.ndarray:
+        ids = np.full(self.data * COPY_BLOCKS, NULL_BLOCK, np.int32)
+        for i, (shard, block) in enumerate(part):
+            ids[shard * COPY_BLOCKS + i] = block
+        return ids

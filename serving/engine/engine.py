@@ -1,0 +1,632 @@
+"""The engine: a queue of requests, one thread that runs steps, and the way results go back.
+
+    engine = Engine(load_model("smollm2"))
+    engine.start()
+    for emission in engine.stream(model.tokenizer.encode("Hello"), SamplingParams(max_tokens=20)):
+        print(emission.text, end="")
+
+The step thread owns JAX and everything in this package but the queue. It runs one step ahead: while the device works
+on a step, the host reads the results of the one before, so a sequence may be found to have ended one step late; what
+that step chose for it is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import queue
+import secrets
+import threading
+import time
+import uuid
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence as Seq
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from ...cache.keys import model_fingerprint, namespace, root_key
+from ...configs.engine import EngineConfig
+from ...kernels.sample import choice_seed
+from .device import Device, Progress
+from .identity import CompilationCounter, numerics_class, system_fingerprint
+from .programs import Program, make_mesh, step_sizes
+from .request import (
+    Emission,
+    FinishReason,
+    PromptTooLong,
+    QueueFull,
+    SamplingParams,
+    Sink,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from .scheduler import Plan, Shard
+from .sequence import Phase, Sequence, blocks_for
+from .state import StepResult, empty_rows, fill_row
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from ...model.load import Model
+    from ..metrics import EngineMetrics
+
+log = logging.getLogger(__name__)
+
+
+class EngineStopped(RuntimeError):
+    """The engine does not take requests: it was not started, was closed, or failed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """A snapshot, for metrics, tests and the leak check."""
+
+    running: int
+    waiting: int
+    paused: int
+    free_slots: int
+    total_slots: int
+    used_blocks: int  # held by sequences
+    cached_blocks: int  # not held, but findable
+    free_blocks: int
+    total_blocks: int
+    steps: int
+    preemptions: int
+    compilations_after_ready: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
+    digests: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class _Pending:
+    """A dispatched step that was not read yet."""
+
+    result: StepResult
+    logits: jax.Array | None
+    choosing: list[tuple[Sequence, int]]  # sequence, its column in the result
+    passes: int
+    prefill_tokens: int
+    started: float
+
+
+class Engine:
+    """Continuous batching over one model. `submit`, `cancel`, `stream`, `generate` and `stats` may be called from any
+    thread; everything else belongs to the thread that made the engine."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+        *,
+        mesh: Mesh | None = None,
+        metrics: EngineMetrics | None = None,
+    ) -> None:
+        CompilationCounter.install()
+        self.model, self.config, self.metrics = model, config, metrics
+        self.mesh = mesh if mesh is not None else make_mesh(jax.devices()[:1], model.config)
+        self.context_length = config.context(model.config)
+        self.device = Device(model.config, config, self.mesh, model.params)
+        self.numerics_class = numerics_class(self.mesh, model.params["embed"].dtype.name)
+        self.system_fingerprint = system_fingerprint(model.weights_id, self.numerics_class)
+        kv_format = f"{model.params['embed'].dtype.name} [L, 2, K, P, H]"
+        fingerprint = model_fingerprint(
+            weights_id=model.weights_id, numerics_class=self.numerics_class, kv_format=kv_format
+        )
+        # One namespace for now: there are no tenants yet, and a secret of this process keeps keys unguessable.
+        self._root = root_key(namespace(secrets.token_bytes(32), "local"), fingerprint)
+        self._new_shards()
+
+        self._wake = threading.Condition()
+        self._incoming: deque[Sequence] = deque()
+        self._cancelled: set[str] = set()
+        self._by_id: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._pending: _Pending | None = None
+        self._outbox: dict[int, tuple[Sink, list[tuple[str, Emission]]]] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._failed: str | None = None
+        self._ready = False
+        self._compiled_at_ready = 0
+        self._reported_compilations = 0
+        self._steps = self._preemptions = 0
+        self._last_read = 0.0
+        self._service_time = 1.0  # seconds a request holds a slot, moving average
+
+    def _new_shards(self) -> None:
+        self.shards = [Shard(i, self.config.slots, self.device.blocks, self._root) for i in range(self.device.data)]
+
+    # ---- life
+
+    @property
+    def programs(self) -> list[Program]:
+        """Every program this engine runs."""
+        return self.device.programs
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are served without compiling first."""
+        return self._ready and self._failed is None and not self._stopping
+
+    def start(self, *, warm: bool = True, progress: Progress | None = None) -> None:
+        """Compile all programs and start serving. `warm=False` compiles each when it is first needed."""
+        if self._thread is not None:
+            raise RuntimeError("the engine was already started")
+        if warm:
+            self.device.compile(progress)
+        self._compiled_at_ready = CompilationCounter.count
+        self._thread = threading.Thread(target=self._loop, name="umbra-engine", daemon=True)
+        self._thread.start()
+        self._ready = True
+
+    def close(self) -> None:
+        """Cancel everything and stop the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- requests
+
+    def submit(self, prompt_ids: Seq[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None) -> str:
+        """Queue a request; its emissions go to `sink` on the engine's thread. Returns the request's id.
+
+        Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
+        """
+        seq = self._new_sequence(prompt_ids, params, sink, request_id)
+        with self._wake:
+            if self._stopping or self._failed is not None or self._thread is None:
+                raise EngineStopped(self._failed or "the engine is not running")
+            if seq.id in self._by_id:
+                raise ValueError(f"request id {seq.id!r} is in use")
+            waiting = len(self._incoming) + len(self._waiting)
+            if waiting >= self.config.max_queue:
+                if self.metrics:
+                    self.metrics.refused("queue_full")
+                slots = self.config.slots * len(self.shards)
+                raise QueueFull(waiting, max(1.0, waiting * self._service_time / slots))
+            self._by_id[seq.id] = seq
+            self._incoming.append(seq)
+            self._wake.notify()
+        return seq.id
+
+    def _new_sequence(
+        self, prompt_ids: Seq[int], params: SamplingParams, sink: Sink, request_id: str | None
+    ) -> Sequence:
+        prompt = np.array(prompt_ids, dtype=np.int64).reshape(-1)
+        if not len(prompt):
+            raise ValueError("the prompt is empty; at least one token is needed")
+        vocab = self.model.config.vocab_size
+        for what, ids in (
+            ("prompt", prompt),
+            ("stop_token_ids", np.array(params.stop_token_ids, np.int64)),
+            ("logit_bias", np.array([token for token, _ in params.logit_bias], np.int64)),
+        ):
+            if len(ids) and not (0 <= ids.min() and ids.max() < vocab):
+                raise ValueError(f"{what} has a token id outside 0 to {vocab - 1}")
+        if len(prompt) >= self.context_length:
+            raise PromptTooLong(len(prompt), self.context_length)
+        last = self.context_length - 1
+        wanted = last if params.max_tokens is None else len(prompt) - 1 + params.max_tokens
+        tokenizer = self.model.tokenizer
+        return Sequence(
+            id=request_id or uuid.uuid4().hex,
+            params=params,
+            prompt=prompt.astype(np.int32),
+            seed=params.seed if params.seed is not None else secrets.randbits(64),
+            stop_ids=params.stop_token_ids if params.ignore_eos else (*self.model.eos_ids, *params.stop_token_ids),
+            limit=min(wanted, last),
+            limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
+            sink=sink,
+            text=TextStream(tokenizer.token_bytes, params.stop) if tokenizer is not None else None,
+        )
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its last emission says `cancelled`. Unknown or ended ids are ignored."""
+        with self._wake:
+            if request_id in self._by_id:
+                self._cancelled.add(request_id)
+                self._wake.notify()
+
+    def stream(self, prompt_ids: Seq[int], params: SamplingParams) -> Iterator[Emission]:
+        """The emissions of one request. Leaving the loop early cancels it."""
+        received: queue.SimpleQueue[Emission] = queue.SimpleQueue()
+
+        def sink(pairs: Seq[tuple[str, Emission]]) -> None:
+            for _, emission in pairs:
+                received.put(emission)
+
+        request = self.submit(prompt_ids, params, sink=sink)
+        try:
+            while True:
+                emission = received.get()
+                yield emission
+                if emission.finish_reason is not None:
+                    return
+        finally:
+            self.cancel(request)
+
+    def generate(self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]) -> list[Completion]:
+        """Whole answers to several prompts, in their order. Waits for room in the queue."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        received: queue.SimpleQueue[tuple[str, Emission]] = queue.SimpleQueue()
+        order: dict[str, list[Emission]] = {}
+        todo = deque(zip(prompts, each, strict=True))
+        open_requests = 0
+
+        def sink(pairs: Seq[tuple[str, Emission]]) -> None:
+            for pair in pairs:
+                received.put(pair)
+
+        while todo or open_requests:
+            while todo:
+                try:
+                    request = self.submit(*todo[0], sink=sink)
+                except QueueFull:
+                    break
+                todo.popleft()
+                order[request] = []
+                open_requests += 1
+            request, emission = received.get()
+            order[request].append(emission)
+            open_requests -= emission.finish_reason is not None
+        return [_join(emissions) for emissions in order.values()]
+
+    def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]:
+        """The parameters of `n` choices of one request: choice i folds i into the seed."""
+        seed = params.seed if params.seed is not None else secrets.randbits(64)
+        return [dataclasses.replace(params, seed=choice_seed(seed, i)) for i in range(n)]
+
+    def stats(self) -> EngineStats:
+        """A snapshot. Counts may be one step old."""
+        pools = [shard.pool for shard in self.shards]
+        return EngineStats(
+            running=sum(len(shard.running) for shard in self.shards),
+            waiting=len(self._incoming) + len(self._waiting),
+            paused=sum(len(shard.paused) for shard in self.shards),
+            free_slots=sum(len(shard.free_slots) for shard in self.shards),
+            total_slots=self.config.slots * len(self.shards),
+            used_blocks=sum(pool.used for pool in pools),
+            cached_blocks=sum(pool.cached for pool in pools),
+            free_blocks=sum(pool.free for pool in pools),
+            total_blocks=sum(pool.total for pool in pools),
+            steps=self._steps,
+            preemptions=self._preemptions,
+            compilations_after_ready=CompilationCounter.count - self._compiled_at_ready,
+        )
+
+    def check(self) -> None:
+        """Raise `AssertionError` when blocks or slots have leaked. To be called while no step is being planned."""
+        for shard in self.shards:
+            shard.pool.check(held=[block for seq in shard.running for block in seq.blocks])
+            assert len(shard.free_slots) + len(shard.running) == shard.slots, f"slots lost: {shard.free_slots}"
+
+    # ---- the loop (engine thread only from here on)
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            try:
+                worked = self._step()
+            except Exception as error:
+                log.exception("a step failed")
+                self._recover(error)
+                worked = True
+            self._deliver()
+            if not worked:
+                self._idle()
+        self._take_commands()
+        for seq in list(self._by_id.values()):
+            self._end(seq, "cancelled")
+        self._deliver()
+
+    def _step(self) -> bool:
+        """Dispatch the next step and read the one before; False when there was nothing to do."""
+        self._take_commands()
+        plans, passes = self._plan()
+        if any(plans):
+            ahead = self._dispatch(plans, passes)
+            self._read()
+            self._pending = ahead
+            return True
+        if self._pending is not None:
+            self._read()
+            return True
+        return bool(self._waiting or self._outbox)
+
+    def _idle(self) -> None:
+        try:
+            self.check()
+        except AssertionError:
+            log.exception("the leak check failed")
+        with self._wake:
+            while not (self._incoming or self._cancelled or self._stopping):
+                self._wake.wait()
+
+    def _take_commands(self) -> None:
+        with self._wake:
+            incoming, self._incoming = self._incoming, deque()
+            cancelled, self._cancelled = self._cancelled, set()
+            self._waiting.extend(incoming)
+        for request in cancelled:
+            seq = self._by_id.get(request)
+            if seq is not None:
+                self._end(seq, "cancelled")
+
+    # ---- planning
+
+    def _plan(self) -> tuple[list[Plan], int]:
+        """What every shard does in the next step, and in how many passes."""
+        for shard in self.shards:
+            self._resume(shard)
+        self._admit_waiting()
+        passes = self._passes()
+        for shard in self.shards:
+            for seq in list(shard.running):
+                if seq.phase is Phase.DECODE and not seq.exhausted:
+                    self._make_room(shard, seq, min(seq.next_write + passes, seq.limit))
+        # Making room may have paused or ended sequences: the plan is made from who is left.
+        plans = []
+        for shard in self.shards:
+            decode = [seq for seq in shard.running if seq.phase is Phase.DECODE and not seq.exhausted]
+            plans.append(Plan(decode, shard.plan_chunks(self.config.prefill_chunk)))
+        return plans, passes
+
+    def _passes(self) -> int:
+        """Passes of the next step: several in one device loop, if no prompt waits and no raw logits are wanted."""
+        if self.config.decode_steps == 1 or self._waiting:
+            return 1
+        running = [seq for shard in self.shards for seq in shard.running]
+        alone = all(seq.phase is Phase.DECODE and not seq.params.digest for seq in running)
+        return self.config.decode_steps if alone else 1
+
+    def _make_room(self, shard: Shard, seq: Sequence, tokens: int) -> None:
+        """Blocks for `tokens` positions of `seq`, pausing others, or `seq` itself, if need be."""
+        while seq.phase is Phase.DECODE and not shard.reserve(seq, tokens):
+            if self._pending is not None:
+                self._read()  # may end sequences; and a sequence in flight cannot be paused
+            else:
+                self._pause(shard, shard.victim())
+
+    def _pause(self, shard: Shard, seq: Sequence) -> None:
+        kept = blocks_for(seq.kv_length)
+        seq.saved = self.device.save([(shard.index, block) for block in seq.blocks[:kept]])
+        seq.resume_as = seq.phase
+        shard.leave(seq)
+        seq.phase = Phase.PAUSED
+        shard.paused.append(seq)
+        self._preemptions += 1
+        if self.metrics:
+            self.metrics.preempted()
+
+    def _resume(self, shard: Shard) -> None:
+        """Bring paused sequences back, the longest paused first, while there is room for the next block as well."""
+        while shard.paused and shard.free_slots:
+            seq = shard.paused[0]
+            if not shard.restore(seq):
+                return
+            shard.paused.popleft()
+            kept = len(seq.keys)
+            fresh = zip(seq.blocks[kept:], seq.saved[kept:], strict=False)
+            self.device.load([(shard.index, block, content) for block, content in fresh])
+            seq.saved = []
+            shard.publish(seq)
+            self._set_slot(seq)
+
+    def _admit_waiting(self) -> None:
+        while self._waiting:
+            seq = self._waiting[0]
+            # Paused sequences were here first; their shard takes nobody new before they are back.
+            open_shards = [s for s in self.shards if s.free_slots and not s.paused]
+            best = sorted(open_shards, key=lambda s: (-s.known_tokens(seq), -len(s.free_slots), s.index))
+            if not any(shard.admit(seq) for shard in best):
+                return
+            self._waiting.popleft()
+            seq.admitted = time.monotonic()
+            self._set_slot(seq)
+
+    def _set_slot(self, seq: Sequence) -> None:
+        """Send the sequence's row to its slot."""
+        rows = empty_rows(self.device.data, self.model.config.vocab_size)
+        fill_row(
+            rows, seq.shard, seq.params, seed=seq.seed, stop_ids=seq.stop_ids, limit=seq.limit, prompt=seq.prompt,
+            generated=np.asarray(seq.generated, np.int64), position=seq.position,
+            active=seq.phase is Phase.DECODE,
+        )  # fmt: skip
+        slots = np.full(self.device.data, -1, np.int32)
+        slots[seq.shard] = seq.slot
+        self.device.admit(slots, rows)
+
+    # ---- running
+
+    def _dispatch(self, plans: list[Plan], passes: int) -> _Pending:
+        started = time.monotonic()
+        prefill = any(plan.chunks for plan in plans)
+        kind = "prefill" if prefill else "decode" if passes == 1 else "decode_n"
+        inputs = self.device.new_input(prefill)
+        tokens, groups = step_sizes(self.config, prefill)
+        for shard, plan in zip(self.shards, plans, strict=True):
+            shard.fill(plan, inputs, tokens, groups)
+        result, logits = self.device.run(kind, inputs)
+        choosing = [
+            (seq, shard.index * shard.slots + seq.slot)
+            for shard, plan in zip(self.shards, plans, strict=True)
+            for seq in shard.dispatched(plan, passes)
+        ]
+        self._steps += 1
+        return _Pending(
+            result=result,
+            logits=logits if any(seq.params.digest for seq, _ in choosing) else None,
+            choosing=choosing,
+            passes=passes,
+            prefill_tokens=sum(count for plan in plans for _, _, count in plan.chunks),
+            started=started,
+        )
+
+    def _read(self) -> None:
+        """Wait for the pending step and hand its tokens to their sequences."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        result = StepResult(*(np.asarray(part) for part in pending.result))  # type: ignore[arg-type]
+        logits = np.asarray(pending.logits) if pending.logits is not None else None
+        now = time.monotonic()
+        seconds, self._last_read = now - max(pending.started, self._last_read), now
+        emitted = 0
+        for seq, column in pending.choosing:
+            seq.in_flight -= pending.passes
+            if seq.phase is Phase.DONE:
+                continue
+            emitted += self._take(seq, column, result, logits, now)
+        if self.metrics:
+            self._measure(seconds, pending.prefill_tokens, emitted)
+
+    def _take(self, seq: Sequence, column: int, result: StepResult, logits: np.ndarray | None, now: float) -> int:
+        """Commit what a step chose for `seq`; the number of its new tokens."""
+        tokens = [int(token) for token in result.tokens[:, column] if token >= 0]
+        logprobs = _logprobs(result, column, len(tokens), seq.params.logprobs)
+        digests = [zlib.crc32(logits[column].tobytes())] if logits is not None and seq.params.digest else []
+        first, since = not seq.generated, seq.last_token
+        emission = seq.commit(tokens, logprobs, digests, now)
+        if emission is None:
+            return 0
+        n = len(emission.token_ids)
+        if self.metrics:
+            if first:
+                self.metrics.first_token(now - seq.submitted)
+            else:
+                self.metrics.tokens(n, (now - since) / n)
+        if emission.finish_reason is not None:
+            self._end(seq, emission.finish_reason, emission)
+        else:
+            self.shards[seq.shard].publish(seq)
+            self._emit(seq, emission)
+        return n
+
+    # ---- ends
+
+    def _end(
+        self, seq: Sequence, reason: FinishReason, emission: Emission | None = None, error: str | None = None
+    ) -> None:
+        shard = self.shards[seq.shard]
+        if seq.phase in (Phase.PREFILL, Phase.DECODE):
+            shard.publish(seq)
+            shard.leave(seq)
+        elif seq.phase is Phase.PAUSED:
+            shard.paused.remove(seq)
+            seq.saved = []
+        elif seq.phase is Phase.WAITING:
+            self._waiting.remove(seq)
+        with self._wake:
+            self._by_id.pop(seq.id, None)
+            self._cancelled.discard(seq.id)
+        last = seq.close(reason, emission or Emission(""), error)
+        self._emit(seq, last)
+        if seq.admitted:
+            self._service_time += 0.1 * (time.monotonic() - seq.admitted - self._service_time)
+        if self.metrics:
+            self.metrics.finished(reason, len(seq.prompt), len(seq.generated), seq.cached)
+
+    def _emit(self, seq: Sequence, emission: Emission) -> None:
+        self._outbox.setdefault(id(seq.sink), (seq.sink, []))[1].append((seq.id, emission))
+
+    def _deliver(self) -> None:
+        """One call per sink for everything the step brought."""
+        outbox, self._outbox = self._outbox, {}
+        for sink, pairs in outbox.values():
+            try:
+                sink(pairs)
+            except Exception:
+                log.exception("a sink failed; its requests are cancelled")
+                for request, _ in pairs:
+                    self.cancel(request)
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step: its requests end with an error, everything starts empty."""
+        self._pending = None
+        message = f"the step failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        for seq in list(self._by_id.values()):
+            if seq.phase is not Phase.WAITING:
+                seq.phase = Phase.DONE  # it holds nothing any more: the shards are made anew
+                self._end(seq, "error", error=message)
+        try:
+            self.device.reset()
+            self._new_shards()
+        except Exception as fatal:
+            log.exception("the engine cannot go on")
+            self._failed = f"the engine failed: {fatal}"
+            self._stopping = True
+
+    def _measure(self, seconds: float, prefilled: int, emitted: int) -> None:
+        assert self.metrics is not None
+        stats = self.stats()
+        self.metrics.step(
+            seconds=seconds,
+            running=stats.running,
+            waiting=stats.waiting,
+            prefill_tokens=prefilled,
+            decode_tokens=emitted,
+            used_blocks=stats.used_blocks,
+            total_blocks=stats.total_blocks,
+        )
+        for _ in range(stats.compilations_after_ready - self._reported_compilations):
+            self.metrics.compiled()
+        self._reported_compilations = stats.compilations_after_ready
+
+
+def _logprobs(result: StepResult, column: int, n: int, wanted: int | None) -> list[TokenLogprob]:
+    if wanted is None:
+        return []
+    return [
+        TokenLogprob(
+            int(result.tokens[i, column]),
+            float(result.logprobs[i, column]),
+            tuple(
+                (int(token), float(logprob))
+                for token, logprob in zip(
+                    result.top_ids[i, column, :wanted], result.top_logprobs[i, column, :wanted], strict=True
+                )
+            ),
+        )
+        for i in range(n)
+    ]
+
+
+def _join(emissions: list[Emission]) -> Completion:
+    last = emissions[-1]
+    assert last.finish_reason is not None and last.usage is not None and last.timings is not None
+    if last.finish_reason == "error":
+        raise RuntimeError(last.error)
+
+    chain = itertools.chain.from_iterable
+    return Completion(
+        token_ids=tuple(chain(e.token_ids for e in emissions)),
+        text="".join(e.text for e in emissions),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        timings=last.timings,
+        logprobs=tuple(chain(e.logprobs for e in emissions)),
+        digests=tuple(chain(e.digests for e in emissions)),
+    )

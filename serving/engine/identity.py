@@ -1,0 +1,59 @@
+"""The numerics class: everything, apart from the weights, that decides the bits of a logit on this machine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax.sharding import Mesh
+
+
+@functools.cache
+def instruction_set() -> str:
+    """The widest vector extension XLA:CPU generates code for here."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return "unknown"
+    names = {"avx512_vnni": "avx512vnni", "avx512f": "avx512", "avx2": "avx2", "asimd": "neon"}
+    return next((name for flag, name in names.items() if flag in flags), "baseline")
+
+
+def numerics_class(mesh: Mesh, dtype: str) -> str:
+    """For example `cpu/avx2/jaxlib-0.10.2/xla/w-float32/kv-float32/model-1`."""
+    device = mesh.devices.flat[0]
+    machine = instruction_set() if device.platform == "cpu" else device.device_kind.replace(" ", "-")
+    parts = (
+        device.platform, machine, f"jaxlib-{jaxlib.__version__}", "xla", f"w-{dtype}", f"kv-{dtype}",
+        f"model-{mesh.shape['model']}",
+    )  # fmt: skip
+    return "/".join(parts)
+
+
+def system_fingerprint(weights_id: str, numerics: str) -> str:
+    """What the API reports: equal fingerprints give equal answers to equal seeded requests."""
+    return "fp_" + hashlib.sha256(f"{weights_id}\0{numerics}".encode()).hexdigest()[:12]
+
+
+class CompilationCounter:
+    """Counts every program JAX compiles (or reads from its cache) in this process."""
+
+    count = 0
+
+    @classmethod
+    def install(cls) -> None:
+        """Start counting; further calls do nothing."""
+        if not _installed:
+            _installed.append(True)
+            jax.monitoring.register_event_duration_secs_listener(cls._heard)
+
+    @classmethod
+    def _heard(cls, event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            cls.count += 1
+
+
+_installed: list[bool] = []

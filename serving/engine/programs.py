@@ -1,0 +1,177 @@
+"""The list of compiled programs: what the engine runs, what it warms up, and what `compile_tpu.py` compiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...configs.engine import BLOCK, EngineConfig
+from ...configs.trunk import TrunkConfig
+from ...kernels.attention.reference import GROUP
+from ...model.params import param_specs
+from ...model.trunk import Execution
+from . import step
+from .state import StepResult, input_shapes, state_shapes
+
+COPY_BLOCKS = 8
+"""Blocks moved by one call of the copy programs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One program: a function to be jitted and the abstract arguments (with shardings) it is compiled for."""
+
+    name: str
+    kind: str  # prefill, decode, decode_n, admit, copy
+    sequences: int  # per data shard
+    width: int  # tokens of one step per data shard
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...]
+    out_shardings: Any
+
+    def jit(self) -> Any:
+        return jax.jit(self.fn, donate_argnums=self.donate, out_shardings=self.out_shardings)
+
+
+def check_mesh(config: TrunkConfig, mesh: Mesh) -> None:
+    """Raises `ValueError` when heads, F or V do not divide over the mesh's model axis."""
+    model = mesh.shape["model"]
+    sizes = {"K": config.n_kv_heads, "N": config.n_heads, "F": config.d_ff, "V": config.vocab_size}
+    bad = [f"{letter} = {size}" for letter, size in sizes.items() if size % model]
+    if bad:
+        raise ValueError(f"{config.name} cannot be split over model={model}: {', '.join(bad)} is not a multiple of it")
+
+
+def make_mesh(devices: list[Any], config: TrunkConfig, data: int | None = None, model: int | None = None) -> Mesh:
+    """The (data, model) mesh of `devices`. By default model is the largest divisor of their number that divides K."""
+    n = len(devices)
+    if data is None and model is None:
+        model = max(m for m in range(1, n + 1) if n % m == 0 and config.n_kv_heads % m == 0)
+    model = model or n // (data or 1)
+    data = data or n // model
+    if data * model != n:
+        raise ValueError(f"a mesh of data={data}, model={model} needs {data * model} devices; there are {n}")
+    mesh = Mesh(np.asarray(devices).reshape(data, model), ("data", "model"))
+    check_mesh(config, mesh)
+    return mesh
+
+
+def execution(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, prefill: bool) -> Execution:
+    """How a step runs on this mesh: in tiles of rows on a CPU, whole elsewhere (kernels/tiles.py)."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    tile = engine.prefill_tile if prefill else engine.tile
+    return Execution(
+        tile=tile if on_cpu else None,
+        head_tile=engine.tile if on_cpu else None,
+        axis="model" if mesh.shape["model"] > 1 else None,
+        context=engine.table_width(config) * BLOCK,
+    )
+
+
+def step_sizes(engine: EngineConfig, prefill: bool) -> tuple[int, int]:
+    """Tokens and query groups of a step, per data shard: one token of every slot, and a prompt chunk."""
+
+    tile = engine.prefill_tile if prefill else engine.tile
+
+    def whole_tiles(n: int) -> int:
+        return -(-n // tile) * tile
+
+    if not prefill:
+        return whole_tiles(engine.slots), engine.slots
+    chunk = engine.prefill_chunk
+    return whole_tiles(engine.slots + chunk), 2 * engine.slots + -(-chunk // GROUP)
+
+
+def programs(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, dtype: Any) -> list[Program]:
+    """Every program an engine of this configuration runs, in the order it needs them."""
+    check_mesh(config, mesh)
+    build = _Builder(config, engine, mesh, jnp.dtype(dtype))
+    listed = [build.passes("prefill", 1, prefill=True), build.passes("decode", 1, prefill=False)]
+    if engine.decode_steps > 1:
+        listed.append(build.passes("decode_n", engine.decode_steps, prefill=False))
+    return [*listed, build.admit(), build.save(), build.load()]
+
+
+class _Builder:
+    def __init__(self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, dtype: jnp.dtype) -> None:
+        self.config, self.engine, self.mesh = config, engine, mesh
+        self.data = mesh.shape["data"]
+        self.params = {
+            name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=spec.sharding(mesh))
+            for name, spec in param_specs(config).items()
+        }
+        self.param_specs = {name: spec.partition() for name, spec in param_specs(config).items()}
+        self.pool_spec = P("data", None, None, "model")
+        self.state_spec = P("data")
+        blocks = engine.pool_blocks(config, dtype.itemsize)
+        block = (config.n_layers, 2, config.n_kv_heads, BLOCK, config.head_dim)
+        self.pool = self._abstract(jax.ShapeDtypeStruct((self.data * blocks, *block), dtype), self.pool_spec)
+        self.contents = self._abstract(jax.ShapeDtypeStruct((self.data * COPY_BLOCKS, *block), dtype), self.pool_spec)
+        self.state = self._abstract(state_shapes(self.data * engine.slots, config.vocab_size), self.state_spec)
+        self.row = self._abstract(state_shapes(self.data, config.vocab_size), self.state_spec)
+
+    def _abstract(self, tree: Any, spec: P) -> Any:
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
+
+    def _ints(self, n: int) -> jax.ShapeDtypeStruct:
+        return self._abstract(jax.ShapeDtypeStruct((self.data * n,), np.int32), self.state_spec)
+
+    def _program(
+        self, name: str, kind: str, width: int, fn: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...],
+        out_specs: Any, donate: tuple[int, ...],
+    ) -> Program:  # fmt: skip
+        sharded = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        named = jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), out_specs, is_leaf=lambda leaf: isinstance(leaf, P)
+        )
+        return Program(name, kind, self.engine.slots, width, sharded, args, donate, named)
+
+    def passes(self, kind: str, passes: int, *, prefill: bool) -> Program:
+        """(params, pool, state, inputs, layers) -> pool, state, result, logits."""
+        tokens, groups = step_sizes(self.engine, prefill)
+        inputs = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
+        layers = jax.ShapeDtypeStruct((self.config.n_layers + 1,), np.int32, sharding=NamedSharding(self.mesh, P()))
+        spec = self.state_spec
+        result = StepResult(*[P(None, "data")] * len(StepResult._fields))  # type: ignore[arg-type]
+        name = f"{kind}_b{self.engine.slots}_t{tokens}" + (f"_n{passes}" if passes > 1 else "")
+        run = execution(self.config, self.engine, self.mesh, prefill=prefill)
+        fn = (
+            functools.partial(step.run_pass, self.config, run)
+            if passes == 1
+            else functools.partial(step.run_passes, self.config, run, passes)
+        )
+        return self._program(
+            name, kind, tokens, fn,
+            (self.params, self.pool, self.state, self._abstract(inputs, spec), layers),
+            (self.param_specs, self.pool_spec, spec, spec, P()),
+            (self.pool_spec, spec, result, spec), (1, 2),
+        )  # fmt: skip
+
+    def admit(self) -> Program:
+        spec = self.state_spec
+        return self._program(
+            "admit", "admit", 0, step.admit, (self.state, self._ints(1), self.row), (spec, spec, spec), spec, (0,)
+        )
+
+    def save(self) -> Program:
+        return self._program(
+            f"save_blocks_{COPY_BLOCKS}", "copy", 0, step.save_blocks, (self.pool, self._ints(COPY_BLOCKS)),
+            (self.pool_spec, self.state_spec), self.pool_spec, (),
+        )  # fmt: skip
+
+    def load(self) -> Program:
+        return self._program(
+            f"load_blocks_{COPY_BLOCKS}", "copy", 0, step.load_blocks,
+            (self.pool, self._ints(COPY_BLOCKS), self.contents),
+            (self.pool_spec, self.state_spec, self.pool_spec), self.pool_spec, (0,),
+        )  # fmt: skip

@@ -1,0 +1,46 @@
+"""Settings of the process that must be made before JAX is imported. This module does not import it."""
+
+from __future__ import annotations
+
+import glob
+import os
+
+from ..model.files import cache_dir
+
+
+def has_tpu() -> bool:
+    """Whether this machine has a TPU device (not: whether libtpu is installed)."""
+    return bool(glob.glob("/dev/accel*")) or bool(glob.glob("/dev/vfio/[0-9]*")) and "TPU_WORKER_ID" in os.environ
+
+
+def setup(threads: int | None = None, devices: int | None = None) -> None:
+    """Choose the platform, size XLA's thread pool, and switch the persistent compilation cache on.
+
+    `threads` limits XLA's CPU threads (default: the cores this process may use). `devices` splits the CPU into that
+    many devices, to run a mesh without an accelerator. What the user has set in the environment stays.
+    """
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        os.environ["NPROC"] = str(threads)  # what XLA sizes its pool by
+    if not has_tpu():
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    if devices is not None and devices > 1 and os.environ.get("JAX_PLATFORMS") == "cpu":
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_dir() / "compile"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """`data=2,model=4` as (2, 4); either part may be missing and is then 1."""
+    sizes = {"data": 1, "model": 1}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis.strip() not in sizes or not size.strip().isdigit() or int(size) < 1:
+            raise ValueError(f"mesh {text!r} is not understood; write for example data=2,model=4")
+        sizes[axis.strip()] = int(size)
+    return sizes["data"], sizes["model"]

@@ -1,0 +1,66 @@
+"""Shared fixtures. JAX is set up before anything imports it: a CPU split into four devices, for the mesh tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from umbra.serving import platform
+
+platform.setup(devices=4)
+
+
+class WordTokenizer:
+    """A stand-in for random trunks: ids below 256 are bytes, the others short words."""
+
+    vocab_size = 512
+    bos_id = None
+    eos_ids = (0,)
+    add_bos = False
+
+    def encode(self, text: str, *, special: bool = False, add_bos: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], *, skip_special: bool = True) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else f" w{token}".encode()
+
+    def token_str(self, token: int) -> str:
+        return self.token_bytes(token).decode(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., object]:
+    """Makes `Model`s with random weights by configuration name."""
+    from umbra.configs.models import named
+    from umbra.model.load import Model, random_params
+
+    def make(name: str = "tiny", *, eos_ids: tuple[int, ...] = (), seed: int = 0) -> Model:
+        config = named(name)
+        return Model(
+            name=name,
+            config=config,
+            params=random_params(config, seed=seed),
+            tokenizer=WordTokenizer(),  # type: ignore[arg-type]
+            chat_template=None,
+            eos_ids=eos_ids,
+            weights_id=f"{name}-{seed}",
+            quant="float32",
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(random_model: Callable[..., object]) -> Iterator[object]:
+    """A running engine on the tiny trunk: 8 slots, chunks of 32 tokens."""
+    from umbra.configs.engine import EngineConfig
+    from umbra.serving.engine import Engine
+
+    config = EngineConfig(slots=8, context_length=1024, blocks=65, prefill_chunk=32, max_queue=64)
+    with Engine(random_model("tiny"), config) as engine:  # type: ignore[arg-type]
+        engine.start()
+        yield engine

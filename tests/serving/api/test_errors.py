@@ -1,0 +1,253 @@
+"""Bad requests: the right status, an error body, the parameter named, and nothing reaches the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import ssl
+
+import httpx
+import pytest
+
+CHAT = "/v1/chat/completions"
+GOOD = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"] and len(error["message"]) <= 500
+    return error
+
+
+BAD_OPTIONS = [
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 1e308}, "temperature"),
+    ({"temperature": [1]}, "temperature"),
+    ({"top_p": -0.5}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 9}, "n"),
+    ({"n": 10**40}, "n"),
+    ({"n": "2"}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -(10**50)}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": -(10**4000)}, "seed"),
+    ({"seed": 1.0}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop[1]"),
+    ({"stop_token_ids": [300]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": list(range(17))}, "stop_token_ids"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"model": 5}, "model"),
+    ({"model": None}, "model"),
+    ({"model": ""}, "model"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": ["Hi"]}, "messages[0]"),
+    ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": 5, "content": "Hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "refuse this"}]}, "messages"),
+    # known options that cannot be honoured
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "messages[0].content[0].type"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages[0].role"),
+    ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}, "messages[0].audio"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+    ({"response_format": "text"}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x", "format": "wav"}}, "audio"),
+    ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"web_search_options": {}}, "web_search_options"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "param"), BAD_OPTIONS)
+def test_bad_option_is_named(api, option, param):
+    error = error_of(api.client.post(CHAT, json={**GOOD, **option}), 400)
+    assert error["param"] == param, error
+    assert error["type"] == "invalid_request_error"
+    assert not api.engine.submitted
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"])
+def test_numbers_that_are_none(api, name, value):
+    body = f'{{"model": "fake", "messages": [{{"role": "user", "content": "Hi"}}], "{name}": {value}}}'
+    assert error_of(api.client.post(CHAT, content=body), 400)["param"] == name
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"text"', b"{'a': 1}", b'{"a": 1}}', b"\xff\xfe", b'{"model": "\xff"}',
+     b'{"model": "\xed\xa0\x80"}', b'{"model": "\\ud800"}', b"[" * 10_000, b'{"a":' * 5_000, b"\x00"],
+)  # fmt: skip
+def test_bodies_that_are_no_json_object(api, body):
+    error = error_of(api.client.post(CHAT, content=body), 400)
+    assert error["code"] == "invalid_json"
+
+
+def test_messages_say_what_was_expected(api):
+    def message(**option):
+        return api.client.post(CHAT, json={**GOOD, **option}).json()["error"]
+
+    wrong = message(temperature="hot")
+    assert wrong["message"] == "Invalid type for 'temperature': expected a decimal, but got a string instead."
+    assert wrong["code"] == "invalid_type"
+    assert "a string or an array" in message(stop=5)["message"]
+    assert "'system', 'developer', 'user', 'assistant'" in message(messages=[{"role": "x", "content": "y"}])["message"]
+    assert message(messages=[])["code"] == "empty_array"
+    missing = api.client.post(CHAT, json={"model": "fake"}).json()["error"]
+    assert missing == {
+        "message": "Missing required parameter: 'messages'.", "type": "invalid_request_error", "param": "messages",
+        "code": "missing_required_parameter",
+    }  # fmt: skip
+
+
+def test_unknown_model(api):
+    error = error_of(api.client.post(CHAT, json={**GOOD, "model": "no-such"}), 404)
+    assert error["code"] == "model_not_found" and error["param"] == "model"
+    assert "'no-such' does not exist" in error["message"]
+    assert error_of(api.client.get("/v1/models/no-such"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_longer_than_the_context(api, stream):
+    error = error_of(api.chat(messages=[{"role": "user", "content": "x" * 5000}], stream=stream), 400)
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    assert "1000 tokens" in error["message"] and "5007" in error["message"]
+    assert error_of(api.complete(prompt=[1] * 1000), 400)["param"] == "prompt"
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_body_over_the_limit(api, declared):
+    body = json.dumps({**GOOD, "messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode()
+    content = body if declared else (body[i : i + 65536] for i in range(0, len(body), 65536))
+    error = error_of(api.client.post(CHAT, content=content), 413)
+    assert error["code"] == "request_too_large" and "100000 bytes" in error["message"]
+    assert api.chat().status_code == 200
+
+
+def test_body_over_the_limit_is_refused_before_it_is_there(api):
+    """A client that announces a huge body is answered although it never sends it."""
+    with socket.create_connection(("127.0.0.1", api.port), timeout=5) as sock:
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n".encode())
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_body_that_never_comes(api):
+    with socket.create_connection(("127.0.0.1", api.port), timeout=5) as sock:
+        sock.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+        assert sock.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_compressed_body(api):
+    error_of(api.client.post(CHAT, content=b"\x1f\x8b", headers={"content-encoding": "gzip"}), 415)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_queue_full(api, stream):
+    api.engine.max_queue = 0
+    response = api.chat(stream=stream)
+    error = error_of(response, 429)
+    assert error["code"] == "rate_limit_exceeded" and response.headers["retry-after"] == "3"
+
+
+def test_queue_full_for_one_choice_refuses_all(api, wait):
+    api.engine.max_queue = 2
+    api.engine.plan = lambda prompt, params: iter([None] * 10_000)
+    error_of(api.chat(n=3), 429)
+    wait(lambda: len(api.engine.cancelled) == 2)
+
+
+def test_engine_stopped(api):
+    api.engine.stopped = True
+    response = api.chat()
+    error = error_of(response, 503)
+    assert error["code"] == "engine_stopped" and int(response.headers["retry-after"]) >= 1
+    api.engine.ready = False
+    assert error_of(api.chat(), 503)["code"] == "engine_not_ready"
+
+
+def test_unexpected_failure_says_nothing_about_itself(api, caplog):
+    with caplog.at_level(logging.ERROR):
+        response = api.chat(messages=[{"role": "user", "content": "explode"}])
+    error = error_of(response, 500)
+    assert error["type"] == "server_error" and "secret" not in response.text
+    assert response.headers["x-request-id"] in error["message"]
+    assert response.headers["x-request-id"] in caplog.text and "KeyError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/", 404), ("GET", "/v1", 404), ("POST", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405),
+     ("DELETE", "/v1/completions", 405), ("POST", "/v1/models", 405), ("POST", "/healthz", 405),
+     ("GET", "/v1/models/", 404), ("PATCH", "/%00%ff", 404), ("OPTIONS", CHAT, 405)],
+)  # fmt: skip
+def test_unknown_paths_and_methods(api, method, path, status):
+    response = api.client.request(method, path)
+    error = error_of(response, status)
+    if status == 405:
+        assert response.headers["allow"] and error["code"] == "method_not_supported"
+    elif error["code"] != "model_not_found":
+        assert error["code"] == "unknown_url" and method in error["message"]
+
+
+def test_no_cors(api):
+    response = api.client.options(CHAT, headers={"origin": "http://evil", "access-control-request-method": "POST"})
+    assert response.status_code == 405
+    assert not any(
+        name.startswith("access-control") for name in api.client.get("/v1/models", headers={"origin": "x"}).headers
+    )
+
+
+def test_tls_on_a_plain_port(api):
+    with pytest.raises((httpx.HTTPError, ssl.SSLError)):
+        httpx.get(api.url.replace("http", "https"), verify=False)
+    assert api.client.get("/healthz").status_code == 200

@@ -1,0 +1,304 @@
+"""The engine on the tiny trunk: what it emits, how requests end, and that nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from umbra.configs.engine import EngineConfig
+from umbra.model.trunk import logits
+from umbra.serving.engine import Emission, Engine, EngineStopped, PromptTooLong, QueueFull, SamplingParams
+
+PROMPT = [7, 30, 99, 250, 301, 12]
+
+
+def one(engine: Engine, prompt: list[int] = PROMPT, **params: object):
+    return engine.generate([prompt], SamplingParams(**params))[0]  # type: ignore[arg-type]
+
+
+def wait_idle(engine: Engine, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while engine.stats().running or engine.stats().waiting or engine.stats().paused:
+        assert time.monotonic() < deadline, engine.stats()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-gemma"])
+def test_greedy_follows_the_whole_sequence_logits(name: str, random_model: Callable) -> None:
+    model = random_model(name)
+    config = EngineConfig(slots=2, context_length=256, blocks=9, prefill_chunk=32)
+    prompt = np.random.default_rng(1).integers(0, 512, 140).tolist()
+    with Engine(model, config) as engine:
+        engine.start(warm=False)
+        answer = one(engine, prompt, max_tokens=20)
+    whole = np.asarray(logits(model.config, model.params, np.array(prompt + list(answer.token_ids))))
+    assert whole[139:159].argmax(-1).tolist() == list(answer.token_ids)
+
+
+def test_usage_timings_and_text(tiny_engine: Engine) -> None:
+    answer = one(tiny_engine, max_tokens=9)
+    assert answer.usage.prompt_tokens == len(PROMPT) and answer.usage.completion_tokens == 9
+    assert answer.finish_reason == "max_tokens"
+    assert answer.text == tiny_engine.model.tokenizer.decode(list(answer.token_ids))
+    assert 0 < answer.timings.queued <= answer.timings.ttft <= answer.timings.total
+    assert answer.timings.passes == 9
+
+
+def test_stop_ids_end_with_their_token(tiny_engine: Engine) -> None:
+    free = one(tiny_engine, max_tokens=12)
+    at = 5
+    stopped = one(tiny_engine, max_tokens=12, stop_token_ids=(free.token_ids[at],))
+    first = free.token_ids.index(free.token_ids[at])
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop_token"
+
+
+def test_model_end_ids_and_ignore_eos(random_model: Callable, tiny_engine: Engine) -> None:
+    free = one(tiny_engine, max_tokens=12)
+    eos = free.token_ids[3]
+    config = EngineConfig(slots=2, context_length=256, blocks=9, prefill_chunk=32)
+    with Engine(random_model("tiny", eos_ids=(eos,)), config) as engine:
+        engine.start(warm=False)
+        assert one(engine, max_tokens=12).finish_reason == "stop_token"
+        assert one(engine, max_tokens=12, ignore_eos=True).token_ids == free.token_ids
+
+
+def test_stop_strings_never_leak(tiny_engine: Engine) -> None:
+    free = one(tiny_engine, max_tokens=30)
+    for start in range(0, len(free.text) - 4, 3):
+        stop = free.text[start : start + 4]
+        emissions = list(tiny_engine.stream(PROMPT, SamplingParams(max_tokens=30, stop=(stop, "never seen"))))
+        text = "".join(e.text for e in emissions)
+        assert text == free.text[: free.text.index(stop)]
+        assert emissions[-1].finish_reason == "stop_string"
+
+
+def test_context_end_has_its_own_reason(tiny_engine: Engine) -> None:
+    prompt = [i % 500 for i in range(1000)]
+    for params in ({}, {"max_tokens": 10_000}):
+        answer = one(tiny_engine, prompt, **params)
+        assert answer.finish_reason == "context_length"
+        assert len(answer.token_ids) == 24
+    assert one(tiny_engine, prompt, max_tokens=24).finish_reason == "max_tokens"
+    assert len(one(tiny_engine, [1] * 1023).token_ids) == 1
+
+
+def test_refusals_name_what_is_wrong(tiny_engine: Engine) -> None:
+    def submit(prompt: list[int], **params: object) -> None:
+        tiny_engine.submit(prompt, SamplingParams(**params), sink=lambda pairs: None)  # type: ignore[arg-type]
+
+    with pytest.raises(PromptTooLong, match="1024 tokens; this server's context is 1024"):
+        submit([1] * 1024)
+    with pytest.raises(ValueError, match="empty"):
+        submit([])
+    with pytest.raises(ValueError, match="prompt has a token id outside 0 to 511"):
+        submit([1, 512])
+    with pytest.raises(ValueError, match="logit_bias has a token id outside"):
+        submit([1], logit_bias=((-1, 1.0),))
+    for bad in (
+        {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1},
+        {"max_tokens": 0}, {"top_k": -1}, {"presence_penalty": 3.0}, {"repetition_penalty": 0.0}, {"logprobs": 21},
+        {"stop": ("",)}, {"seed": 2**64}, {"logit_bias": ((1, float("inf")),)},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(bad)).split("_")[0]):
+            SamplingParams(**bad)  # type: ignore[arg-type]
+    wait_idle(tiny_engine)
+
+
+def test_request_ids_are_unique_while_in_use(tiny_engine: Engine) -> None:
+    tiny_engine.submit(PROMPT, SamplingParams(max_tokens=300), sink=lambda pairs: None, request_id="same")
+    with pytest.raises(ValueError, match="in use"):
+        tiny_engine.submit(PROMPT, SamplingParams(max_tokens=1), sink=lambda pairs: None, request_id="same")
+    tiny_engine.cancel("same")
+    tiny_engine.cancel("same")
+    tiny_engine.cancel("unknown")
+    wait_idle(tiny_engine)
+
+
+def test_seeds_reproduce_and_differ(tiny_engine: Engine) -> None:
+    runs = [one(tiny_engine, temperature=1.0, seed=seed, max_tokens=16).token_ids for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+    choices = tiny_engine.choice_params(SamplingParams(temperature=1.0, seed=1, max_tokens=16), 3)
+    answers = tiny_engine.generate([PROMPT] * 3, choices)
+    assert answers[0].token_ids == runs[0]
+    assert len({answer.token_ids for answer in answers}) == 3
+
+
+def test_penalties_and_bias_act(tiny_engine: Engine) -> None:
+    free = one(tiny_engine, max_tokens=30)
+    banned = free.token_ids[0]
+    assert banned not in one(tiny_engine, max_tokens=30, logit_bias=((banned, -100.0),)).token_ids
+    assert set(one(tiny_engine, max_tokens=10, logit_bias=((5, 100.0),)).token_ids) == {5}
+    spread = one(tiny_engine, max_tokens=30, frequency_penalty=2.0, presence_penalty=2.0)
+    assert len(set(spread.token_ids)) > len(set(free.token_ids))
+
+
+def test_logprobs(tiny_engine: Engine) -> None:
+    answer = one(tiny_engine, max_tokens=8, logprobs=5)
+    model = tiny_engine.model
+    whole = np.asarray(logits(model.config, model.params, np.array(PROMPT + list(answer.token_ids))), np.float64)
+    expected = whole - np.log(np.exp(whole).sum(-1, keepdims=True))
+    assert len(answer.logprobs) == 8
+    for i, entry in enumerate(answer.logprobs):
+        row = expected[len(PROMPT) - 1 + i]
+        assert entry.token_id == answer.token_ids[i]
+        assert entry.logprob == pytest.approx(row[entry.token_id], abs=1e-4)
+        assert [token for token, _ in entry.top] == np.argsort(-row)[:5].tolist()
+    assert one(tiny_engine, max_tokens=3).logprobs == ()
+    assert one(tiny_engine, max_tokens=3, logprobs=0).logprobs[0].top == ()
+
+
+def test_cancel_frees_within_three_steps(tiny_engine: Engine) -> None:
+    wait_idle(tiny_engine)
+    for wait_for in (0, 1, 3):
+        emissions = tiny_engine.stream(PROMPT * 20, SamplingParams(max_tokens=800))
+        for _ in range(wait_for):
+            next(emissions)
+        if not wait_for:
+            next(emissions)
+        before = tiny_engine.stats().steps
+        emissions.close()  # type: ignore[attr-defined]
+        while tiny_engine.stats().running:
+            time.sleep(0)
+        assert tiny_engine.stats().steps - before <= 3
+    stats = tiny_engine.stats()
+    assert stats.free_slots == stats.total_slots and stats.used_blocks == 0
+
+
+def test_cancelled_requests_say_so(tiny_engine: Engine) -> None:
+    ends: dict[str, Emission] = {}
+
+    def sink(pairs) -> None:
+        ends.update({request: emission for request, emission in pairs if emission.finish_reason})
+
+    requests = [tiny_engine.submit(PROMPT, SamplingParams(max_tokens=900), sink=sink) for _ in range(20)]
+    for request in requests:
+        tiny_engine.cancel(request)
+    wait_idle(tiny_engine)
+    time.sleep(0.05)
+    assert {ends[request].finish_reason for request in requests} == {"cancelled"}
+
+
+def test_full_queue_is_refused_with_a_time(tiny_engine: Engine) -> None:
+    requests = []
+    with pytest.raises(QueueFull) as refused:
+        for _ in range(200):
+            requests.append(tiny_engine.submit(PROMPT, SamplingParams(max_tokens=900), sink=lambda pairs: None))
+    assert refused.value.retry_after >= 1
+    assert len(requests) >= 64
+    for request in requests:
+        tiny_engine.cancel(request)
+    wait_idle(tiny_engine)
+
+
+def test_bursts_with_random_cancels_leak_nothing(tiny_engine: Engine) -> None:
+    rng = random.Random(3)
+    ends: dict[str, Emission] = {}
+    counts: dict[str, int] = {}
+
+    def sink(pairs) -> None:
+        for request, emission in pairs:
+            assert request not in ends, "an emission after the last one"
+            counts[request] = counts.get(request, 0) + len(emission.token_ids)
+            if emission.finish_reason:
+                ends[request] = emission
+
+    submitted, refused, doomed = [], 0, []
+    for i in range(300):
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.9]), max_tokens=rng.randint(1, 30), top_p=rng.choice([1.0, 0.8]),
+            seed=i, logprobs=rng.choice([None, 3]),
+        )  # fmt: skip
+        prompt = [rng.randrange(512) for _ in range(rng.choice([1, 5, 40, 300]))]
+        try:
+            submitted.append(tiny_engine.submit(prompt, params, sink=sink))
+        except QueueFull:
+            refused += 1
+            time.sleep(0.05)
+            continue
+        if rng.random() < 0.3:
+            doomed.append(submitted[-1])
+        if doomed and rng.random() < 0.5:
+            tiny_engine.cancel(doomed.pop(0))
+    for request in doomed:
+        tiny_engine.cancel(request)
+    wait_idle(tiny_engine, 60)
+    time.sleep(0.05)
+    assert len(submitted) + refused == 300
+    assert set(ends) == set(submitted)
+    for request, end in ends.items():
+        assert end.usage is not None and end.usage.completion_tokens == counts[request]
+    stats = tiny_engine.stats()
+    assert stats.free_slots == stats.total_slots and stats.used_blocks == 0
+    tiny_engine.check()
+
+
+def test_nothing_compiles_after_ready(tiny_engine: Engine) -> None:
+    before = tiny_engine.stats().compilations_after_ready
+    rng = random.Random(5)
+    prompts, params = [], []
+    for i in range(200):
+        prompts.append([rng.randrange(512) for _ in range(rng.choice([1, 2, 31, 32, 33, 127, 128, 129, 400]))])
+        params.append(
+            SamplingParams(
+                temperature=rng.choice([0.0, 0.5, 1.5]), top_k=rng.choice([0, 1, 40]), top_p=rng.choice([1.0, 0.9]),
+                min_p=rng.choice([0.0, 0.1]), repetition_penalty=rng.choice([1.0, 1.3]),
+                logit_bias=rng.choice([(), ((3, 5.0),)]), seed=i, max_tokens=rng.randint(1, 8),
+                logprobs=rng.choice([None, 0, 20]), digest=rng.random() < 0.2, stop=rng.choice([(), ("w3",)]),
+            )  # fmt: skip
+        )
+    answers = tiny_engine.generate(prompts, params)
+    assert len(answers) == 200
+    assert tiny_engine.stats().compilations_after_ready == before
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
+    tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = one(tiny_engine, max_tokens=5).token_ids
+    original = tiny_engine.device.run
+
+    def fail(*args: object) -> None:
+        monkeypatch.setattr(tiny_engine.device, "run", original)
+        raise RuntimeError("out of memory\nwith details")
+
+    monkeypatch.setattr(tiny_engine.device, "run", fail)
+    last = list(tiny_engine.stream(PROMPT, SamplingParams(max_tokens=5)))[-1]
+    assert last.finish_reason == "error" and last.error == "the step failed: RuntimeError: out of memory"
+    assert one(tiny_engine, max_tokens=5).token_ids == expected
+    wait_idle(tiny_engine)
+    tiny_engine.check()
+
+
+@pytest.fixture
+def unstarted(random_model: Callable) -> Iterator[Engine]:
+    with Engine(random_model("tiny"), EngineConfig(slots=2, context_length=256, blocks=9)) as engine:
+        yield engine
+
+
+def test_life_cycle(unstarted: Engine) -> None:
+    assert not unstarted.ready
+    with pytest.raises(EngineStopped, match="not running"):
+        unstarted.submit([1], SamplingParams(), sink=lambda pairs: None)
+    unstarted.start(warm=False)
+    with pytest.raises(RuntimeError, match="already started"):
+        unstarted.start()
+    ends = []
+    unstarted.submit(PROMPT, SamplingParams(), sink=lambda pairs: ends.extend(e.finish_reason for _, e in pairs))
+    unstarted.close()
+    assert ends[-1] == "cancelled"
+    assert not unstarted.ready
+    with pytest.raises(EngineStopped):
+        unstarted.submit([1], SamplingParams(), sink=lambda pairs: None)
+
+
+def test_configuration_errors(random_model: Callable) -> None:
+    model = random_model("tiny")
+    with pytest.raises(ValueError, match="cannot hold one context of 2048 tokens; 17 blocks"):
+        Engine(model, EngineConfig(blocks=4))
+    with pytest.raises(ValueError, match="more than the 2048 positions of tiny"):
+        Engine(model, EngineConfig(context_length=4096))
