@@ -30,7 +30,7 @@ class ServerConfig:
     """A stream with nothing to say sends a keep-alive this often."""
     send_timeout: float = 120.0
     """A client that accepts no byte for this long is taken as gone."""
-    shutdown_grace: float = 6.0
+    shutdown_grace: float = 5.0
     """After a stop signal, running answers may go on for this long; then they are cancelled."""
     workers: int = 2
     """Threads that render templates, tokenize and parse large bodies."""

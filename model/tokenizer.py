@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from . import tokenizer_gguf, tokenizer_json
 from .token_split import LookAlikes, Part, TokenSplitter
-from .tokenizer_gguf import TokenizerError
-from .vocabulary import TokenKind, Vocabulary, end_ids
+from .vocabulary import TokenizerError, TokenKind, Vocabulary, end_ids
 
 __all__ = ["Part", "Tokenizer", "TokenizerError"]
 
@@ -98,6 +97,7 @@ class Tokenizer:
         vocabulary, encoder, specials, core = tokenizer_json.build(file)
         ids = {role: core.token_to_id(text) for role, text in settings.named_tokens.items()}
         bos_id, eos_id = ids.get("bos_token"), ids.get("eos_token")
+        first_bytes = b"".join(map(vocabulary.token_bytes, encoder.encode(["a"])))
         add_bos = settings.add_bos
         if add_bos is None:
             add_bos = core.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
@@ -108,7 +108,7 @@ class Tokenizer:
             eos_id=eos_id,
             end_ids=end_ids(vocabulary, (eos_id, *settings.end_ids)),
             add_bos=add_bos,
-            strip_first_space=encoder.encode([" a"]) == encoder.encode(["a"]),
+            strip_first_space=not vocabulary.byte_level and first_bytes.startswith(b" "),
             named_tokens=settings.named_tokens,
         )
 

@@ -11,17 +11,13 @@ from tokenizers import Tokenizer, models
 
 from .pretokenizers import pre_tokenizer
 from .token_split import Part, TokenSplitter
-from .vocabulary import END_TOKENS, SPACE_MARK, TokenKind, Vocabulary
+from .vocabulary import END_TOKENS, SPACE_MARK, TokenizerError, TokenKind, Vocabulary
 
 _HTML_END = "</s>"
 """The end of a text in Llama 2, but of struck-out HTML in Gemma's vocabulary, where it must not end anything."""
 
 
-class TokenizerError(ValueError):
-    """The tokenizer data is missing, inconsistent or of a kind that is not supported; one sentence."""
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class FragmentEncoder:
     """Encodes text around special tokens as llama.cpp does: user-defined tokens are taken out first, then each piece
     of text is tokenized on its own."""

@@ -12,8 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from .token_split import Part, TokenSplitter
-from .tokenizer_gguf import TokenizerError
-from .vocabulary import TokenKind, Vocabulary
+from .vocabulary import TokenizerError, TokenKind, Vocabulary
 
 _MODELS = ("BPE", "Unigram")
 

@@ -11,6 +11,10 @@ SPACE_MARK = "\u2581"
 """SentencePiece writes a space as this character."""
 
 
+class TokenizerError(ValueError):
+    """The tokenizer data is missing, inconsistent or of a kind that is not supported; one sentence."""
+
+
 class TokenKind(enum.IntEnum):
     """What a token is for; the numbers are those of `tokenizer.ggml.token_type` in GGUF files."""
 
@@ -63,7 +67,14 @@ class Vocabulary:
 
     def ids(self, *kinds: TokenKind) -> dict[str, int]:
         """The tokens of these kinds, by their text."""
-        return {token: i for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)) if kind in kinds}
+        return {self.tokens[i]: i for kind in kinds for i in self._by_kind.get(kind, ())}
+
+    @functools.cached_property
+    def _by_kind(self) -> dict[int, list[int]]:
+        by_kind: dict[int, list[int]] = {}
+        for i, kind in enumerate(self.kinds):
+            by_kind.setdefault(kind, []).append(i)
+        return by_kind
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a running text; empty for tokens that are not text and ids past the vocabulary

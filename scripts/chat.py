@@ -251,7 +251,7 @@ class Chat:
         elif name == "/system":
             self._system = rest.strip() or None
             self._turns.clear()
-            self._note(f"system message: {self._system or 'the model’s own'}; the conversation starts anew")
+            self._note(f"system message {'set' if self._system else 'taken back'}; the conversation starts anew")
         elif name == "/help":
             self._note(HELP)
         else:
@@ -275,7 +275,7 @@ class Chat:
         except ChatError as error:
             self.failed = True
             self._show("\n" if text else "")
-            self._notes.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            self._note(f"error: {error}", "red")
             return
         finally:
             with suppress(KeyboardInterrupt):
@@ -285,11 +285,12 @@ class Chat:
         self._turns += [asked, {"role": "assistant", "content": "".join(text)}]
 
     def _show(self, text: str) -> None:
-        self._console.print(CONTROL.sub("", text), end="", markup=False, highlight=False, soft_wrap=True)
+        """Text of an answer as it is: rich would turn tabs into spaces and `:names:` into emoji."""
+        self._console.file.write(CONTROL.sub("", text))
         self._console.file.flush()
 
-    def _note(self, text: str) -> None:
-        self._notes.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    def _note(self, text: str, style: str = "dim") -> None:
+        self._notes.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def parser() -> argparse.ArgumentParser:

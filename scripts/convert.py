@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if args.source in RANDOM:
-            raise ModelError(f"{args.source} is made of random numbers and has no files; supported: models with weights")
+            raise ModelError(f"{args.source} is made of random numbers and has no files; supported: models in files")
         if args.destination.exists() and not args.force:
             raise ModelError(f"{args.destination} exists; pass --force to replace it")
         convert(open_source(args.source), args.destination, args.to, args.dtype)
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def convert(source: Source, destination: Path, to: str, dtype: str) -> None:
     """Writes `source` to `destination` in the format `to`."""
     import numpy as np
+
     from umbra.model.files import replacing
     from umbra.model.load import ModelError
     from umbra.model.params import param_specs
@@ -79,10 +80,9 @@ def convert(source: Source, destination: Path, to: str, dtype: str) -> None:
     if target == origin or target in origin.parents or origin in target.parents:
         raise ModelError(f"{destination} and the source {source.path} lie one in the other; supported: another place")
     if destination.exists() and destination.is_dir() != (to != "gguf"):
-        kind = "a folder" if destination.is_dir() else "a file"
-        raise ModelError(f"{destination} is {kind}, which a {to} model cannot replace")
-    exact = {"auto": None, "bfloat16": BFLOAT16}.get(dtype, dtype)
-    kind = None if exact is None else np.dtype(exact)
+        found = "a folder" if destination.is_dir() else "a file"
+        raise ModelError(f"{destination} is {found}, which a {to} model cannot replace")
+    kind = None if dtype == "auto" else BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
     text = load_text(source)
     with report_to_stderr(len(param_specs(source.config))) as report:
         if to == "gguf":

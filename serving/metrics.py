@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+disable_created_metrics()  # a second series for every counter, which says only when the process started
 
 
 def _geometric(first: float, last: float, per_decade: int = 8) -> tuple[float, ...]:

@@ -104,8 +104,8 @@ def _attend_group(
         new_top = jnp.maximum(top, logits.max(-1))
         weights = jnp.where(seen, numerics.exp(logits - new_top[..., None]), 0.0)
         shrink = numerics.exp(top - new_top)
-        total = numerics.product(total, shrink) + numerics.ordered_sum(weights)
-        acc = numerics.product(acc, shrink[..., None]) + lax.dot_general(
+        total = _shrunk(total, shrink) + numerics.ordered_sum(weights)
+        acc = _shrunk(acc, shrink[..., None]) + lax.dot_general(
             weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )
         return new_top, total, acc
@@ -115,3 +115,8 @@ def _attend_group(
     first = jnp.maximum(oldest[0], 0) // BLOCK
     _, total, acc = lax.fori_loop(first, last // BLOCK + 1, block, carry)
     return (acc / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype)
+
+
+def _shrunk(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """`x * factor`, and exactly `x` for a factor of 1: a block in which a query sees nothing must change nothing."""
+    return jnp.where(factor == 1.0, x, numerics.product(x, factor))

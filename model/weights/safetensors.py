@@ -81,4 +81,4 @@ def write(path: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], ar
         file.write(len(text).to_bytes(8, "little") + text)
         for array, (name, (shape, dtype)) in zip(arrays, shapes.items(), strict=True):
             assert array.shape == shape and array.dtype == dtype, name
-            file.write(memoryview(np.ascontiguousarray(array)).cast("B") if dtype.kind == "f" else array.tobytes())
+            np.ascontiguousarray(array).reshape(-1).view(np.uint8).tofile(file)

@@ -82,7 +82,7 @@ class StoredTensor:
         The result is float32, or `dtype` where the file holds exactly that.
         """
         per_row = cols // self.encoding.block * self.encoding.block_bytes
-        raw = self._read(file, start * per_row, (stop - start) * per_row)
+        raw = np.frombuffer(self._read(file, start * per_row, (stop - start) * per_row), np.uint8)
         if self.encoding.exact == dtype and self.encoding.block_bytes == dtype.itemsize:
             return raw.view(dtype).reshape(stop - start, cols)
         with np.errstate(all="ignore"):  # a damaged scale may be infinite: not this function's business
@@ -95,8 +95,8 @@ class StoredTensor:
             hashed.update(self._read(file, start, min(_HASH_BYTES, self.nbytes - start)))
         return hashed.digest()
 
-    def _read(self, file: int, start: int, size: int) -> np.ndarray:
-        raw = np.empty(size, np.uint8)
+    def _read(self, file: int, start: int, size: int) -> bytearray:
+        raw = bytearray(size)
         done = 0
         while done < size:
             got = os.preadv(file, [memoryview(raw)[done:]], self.offset + start + done)

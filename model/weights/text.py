@@ -48,11 +48,11 @@ def load_text(source: Source) -> Text:
     try:
         if fields is None:
             return _from_folder(source.text_folder)
-        if _EMBEDDED["tokenizer.json"] in fields and "tokenizer.ggml.tokens" not in fields:
-            with tempfile.TemporaryDirectory() as folder:
-                _write_files(_embedded_files(fields), Path(folder))
-                return _from_folder(Path(folder))
-        return _from_gguf(fields)
+        if "tokenizer.ggml.tokens" in fields:
+            return _from_gguf(fields)
+        with tempfile.TemporaryDirectory() as folder:
+            _write_files(_embedded_files(fields), Path(folder))
+            return _from_folder(Path(folder))
     except TokenizerError as error:
         raise ModelError(f"the model's tokenizer cannot be used: {error}") from error
     except ChatTemplateError as error:
@@ -62,8 +62,6 @@ def load_text(source: Source) -> Text:
 
 
 def _from_gguf(fields: Mapping[str, Any]) -> Text:
-    if "tokenizer.ggml.tokens" not in fields:
-        return Text()
     tokenizer = Tokenizer.from_gguf(fields)
     return Text(tokenizer, ChatTemplate.from_gguf(fields, tokenizer), tokenizer.eos_ids)
 

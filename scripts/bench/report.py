@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ Summary = dict[str, Any]
 
 FIGURES = ("tok_s", "decode_tok_s", "ttft_ms", "tokens_per_pass", "same_tokens")
 """Figures of a row that the summary has the median of."""
-
-BETTER_WHEN_SMALLER = ("ttft_ms", "between_ms")
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -44,17 +42,14 @@ def summarize(rows: Sequence[Row]) -> Summary:
     return summary
 
 
-def with_peers(
-    summary: dict[str, Summary], against: Sequence[str], best: str = "tok_s", largest: bool = True
-) -> dict[str, Summary]:
-    """Add, for each peer measured in several variants, an entry under its own name: the variant that is best."""
+def with_peers(summary: dict[str, Summary], against: Sequence[str]) -> dict[str, Summary]:
+    """Add, for each peer measured in several variants, an entry under its own name: the variant of most tokens/s."""
     result = dict(summary)
     for peer in against:
-        variants = {system: summary[system] for system in PEERS[peer] if summary.get(system, {}).get(best) is not None}
-        if peer not in result and variants:
-            pick: Callable[..., str] = max if largest else min
-            name = pick(variants, key=lambda system: variants[system][best])
-            result[peer] = {**variants[name], "variant": name}
+        speeds = {system: summary[system]["tok_s"] for system in PEERS[peer] if summary[system].get("tok_s")}
+        if peer not in result and speeds:
+            name = max(speeds, key=lambda system: speeds[system])
+            result[peer] = {**summary[name], "variant": name}
     return result
 
 
@@ -107,27 +102,27 @@ def save(path: Path, content: dict[str, Any]) -> None:
 
 
 def show(content: dict[str, Any], console: Console) -> None:
-    """The summary as a table: a row per system, a column per figure, and how many times ours is the peer's."""
+    """The summary as a table: a row per figure, a column per system, ours / peer in parentheses."""
     entries = content["summary"]
-    figures = [
-        key for key in dict.fromkeys(key for entry in entries.values() for key in entry)
-        if all(not isinstance(entry.get(key), dict | str | list) for entry in entries.values())
-        and key not in ("rows", "counted")
-    ]  # fmt: skip
     machine = content["machine"]
-    title = f"{content['bench']}, {content['model']}: medians of {content['settings']['rounds']} rounds"
-    caption = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']} at the start"
-    table = Table(title=title, caption=caption)
-    table.add_column("system")
-    for figure in figures:
-        table.add_column(figure, justify="right")
-    table.add_column("ours / this (tok_s)", justify="right")
+    where = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']} at the start"
+    table = Table(
+        title=f"{content['bench']}, {content['model']}: medians of {content['settings']['rounds']} rounds",
+        caption=f"{where}; in parentheses: ours / peer",
+    )
+    table.add_column("")
     for system, entry in entries.items():
-        name = f"{system} = {entry['variant'].removeprefix(system + '-')}" if "variant" in entry else system
-        ratio = content["ratio"].get(system)
-        table.add_row(
-            name, *(_cell(entry.get(figure)) for figure in figures), f"{ratio:.2f}" if ratio is not None else ""
-        )
+        variant = entry.get("variant", "").removeprefix(f"{system}-")
+        table.add_column(f"{system} = {variant}" if variant else system, justify="right")
+    for figure in dict.fromkeys(key for entry in entries.values() for key in entry):
+        if figure in ("categories", "variant"):
+            continue
+        ratio = content["ratios"].get(figure, {})
+        cells = [
+            _cell(entry.get(figure)) + (f" ({ratio[system]:.2f})" if system in ratio else "")
+            for system, entry in entries.items()
+        ]
+        table.add_row(figure, *cells)
     console.print(table)
 
 

@@ -47,6 +47,7 @@ class Load:
         """Iterations of loops whose count is data, by the function that has the loop."""
         rules = {
             "trunk.py:Trunk.__call__": (self.config.n_layers, "all layers run"),
+            "reference.py:write_kv": (program.width, "every token of the step is in use"),
             "reference.py:attend": (self.groups(program), "all slots are taken"),
             "reference.py:_largest_key": (31, "a binary search over 31 bits takes its longest"),
             "reference.py:_attend_group": (self.spans, f"{self.tokens} tokens are in the KV cache of every sequence"),

@@ -70,6 +70,14 @@ def internal(request_id: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
+def context_exceeded(param: str, tokens: str, context: int) -> ApiError:
+    message = (
+        f"This model's maximum context length is {context} tokens. However, your {param} resulted in {tokens} tokens, "
+        f"and at least one is needed for the answer. Please reduce the length of the {param}."
+    )
+    return bad_request(message, param, "context_length_exceeded")
+
+
 def from_engine(error: Exception, prompt_param: str) -> Exception:
     """What the engine's refusal of a request means to its client; `prompt_param` is the field that held the prompt.
     An exception that is no refusal stays what it is."""
@@ -82,12 +90,7 @@ def from_engine(error: Exception, prompt_param: str) -> Exception:
             retry_after=error.retry_after,
         )
     if isinstance(error, PromptTooLong):
-        message = (
-            f"This model's maximum context length is {error.context_length} tokens. However, your {prompt_param} "
-            f"resulted in {error.prompt_tokens} tokens, and at least one is needed for the answer. "
-            f"Please reduce the length of the {prompt_param}."
-        )
-        return bad_request(message, prompt_param, "context_length_exceeded")
+        return context_exceeded(prompt_param, str(error.prompt_tokens), error.context_length)
     if isinstance(error, ValueError):
         return from_value_error(error)
     if isinstance(error, EngineStopped):

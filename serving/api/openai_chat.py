@@ -47,6 +47,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
 
 def encode(loaded: Loaded, messages: list[dict[str, Any]]) -> list[int]:
     """Token ids of a conversation and the start of the model's turn."""
+    loaded.check_length((message["content"] for message in messages), "messages")
     try:
         return loaded.model.chat_template.encode(loaded.model.tokenizer, messages)
     except ChatTemplateError as error:

@@ -84,6 +84,7 @@ def _check(body: CompletionBody, prompts: int, max_choices: int) -> None:
 def _encode(loaded: Loaded, prompt: Prompt, special: bool) -> Sequence[int]:
     if not isinstance(prompt, str):
         return prompt
+    loaded.check_length([prompt], "prompt")
     tokenizer = loaded.model.tokenizer
     ids = tokenizer.encode(prompt, special=special, add_bos=tokenizer.add_bos)
     if not ids:

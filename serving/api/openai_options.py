@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.request import MAX_TOP_LOGPROBS, SamplingParams
+from ..engine.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
+from .body import json_type
 from .errors import ApiError, bad_request, from_value_error, model_not_found, unsupported
 from .schemas import SamplingBody
 from .service import Loaded, Service
@@ -130,13 +131,23 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _logit_bias(bias: dict[str, float] | None, vocab: int) -> tuple[tuple[int, float], ...]:
+def _logit_bias(bias: dict[str, Any] | None, vocab: int) -> tuple[tuple[int, float], ...]:
     pairs = []
+    if bias is not None and len(bias) > MAX_LOGIT_BIAS:
+        raise bad_request(
+            f"Invalid 'logit_bias': at most {MAX_LOGIT_BIAS} tokens are supported, got {len(bias)}.", "logit_bias"
+        )
     for key, value in (bias or {}).items():
         if not re.fullmatch(r"[0-9]{1,9}", key) or int(key) >= vocab:
             message = f"Invalid key in 'logit_bias': {key[:40]!r}. Expected a token id from 0 to {vocab - 1}."
             raise bad_request(message, "logit_bias", "invalid_value")
-        pairs.append((int(key), value))
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            message = f"Invalid type for 'logit_bias.{key}': expected a decimal, but got {json_type(value)} instead."
+            raise bad_request(message, f"logit_bias.{key}", "invalid_type")
+        if not -100 <= value <= 100:  # also refuses NaN, and integers too large for a float
+            message = f"Invalid 'logit_bias.{key}': expected a decimal from -100 to 100."
+            raise bad_request(message, "logit_bias", "invalid_value")
+        pairs.append((int(key), float(value)))
     return tuple(pairs)
 
 

@@ -18,6 +18,12 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
+T = TypeVar("T")
+
+Array = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose check ends at the first element that does not fit: a body may hold millions."""
+
+
 class StreamOptions(_Body):
     include_usage: bool | None = None
 
@@ -38,10 +44,10 @@ class SamplingBody(_Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Array[str] | None = None
+    stop_token_ids: Array[int] | None = None
     ignore_eos: bool | None = None
 
 
@@ -54,12 +60,12 @@ class Part(_Body):
 
 class ChatMessage(_Body):
     role: str
-    content: str | list[Part] | None = None
+    content: str | Array[Part] | None = None
     name: str | None = None
 
 
 class ChatBody(SamplingBody):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Array[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -68,7 +74,7 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """`prompt`: a string, a list of strings, a list of token ids, or a list of such lists."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Array[str] | Array[int] | Array[Array[int]]
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None

@@ -110,14 +110,12 @@ class _Process:
         self._on_ready = on_ready
         self._engine: ClosableEngine | None = None
         self._error: BaseException | None = None
-        self._loader: threading.Thread | None = None
 
     async def main(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, loop)
-        self._loader = threading.Thread(target=self._load_and_attach, args=(loop,), name="loader", daemon=True)
-        self._loader.start()
+        threading.Thread(target=self._load_and_attach, name="loader", daemon=True).start()
         await self._server.serve(sockets=[sock])
         self._service.close()
         if self._error is not None:
@@ -136,7 +134,7 @@ class _Process:
         sys.stderr.flush()
         os._exit(0)  # interpreter shutdown would wait for, or crash in, threads that are inside XLA
 
-    def _load_and_attach(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _load_and_attach(self) -> None:
         try:
             engine, model = self._load(self._service)
         except BaseException as error:

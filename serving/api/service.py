@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +20,7 @@ from ...configs.server import ServerConfig
 from ..engine.request import Emission, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, merge
-from .errors import ApiError, ClientGone, from_engine, unavailable
+from .errors import ApiError, ClientGone, context_exceeded, from_engine, unavailable
 
 T = TypeVar("T")
 
@@ -80,6 +81,22 @@ class Loaded:
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token; 0 without a tokenizer."""
+        tokenizer = self.model.tokenizer
+        return max(len(tokenizer.token_bytes(i)) for i in range(self.vocab_size)) if tokenizer is not None else 0
+
+    def check_length(self, texts: Iterable[str], param: str) -> None:
+        """Refuse text that cannot fit the context whatever its tokens, before time is spent on finding them.
+
+        Counted in characters against bytes of the longest token, which leaves room for text that a tokenizer
+        normalises to something shorter.
+        """
+        characters = sum(len(text) for text in texts)
+        if characters > self.engine.context_length * self.longest_token:
+            raise context_exceeded(param, f"more than {characters // self.longest_token}", self.engine.context_length)
+
 
 class Service:
     """State of the server. Created before the model is there, so that health can be asked for while it loads."""
@@ -97,7 +114,9 @@ class Service:
 
     def attach(self, engine: EnginePort, model: ModelPort) -> None:
         """The model is loaded and its engine started. Called from any thread."""
-        self._loaded = Loaded(engine, model)
+        loaded = Loaded(engine, model)
+        _ = loaded.longest_token  # found here, not during the first request
+        self._loaded = loaded
 
     @property
     def ready(self) -> bool:

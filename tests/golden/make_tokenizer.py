@@ -93,7 +93,9 @@ def small_sentence_piece() -> dict[str, Any]:
     core.train_from_iterator([text.replace(" ", "\u2581") for text in CORPUS if len(text) < 100], trainer)
     vocab = json.loads(core.to_str())["model"]["vocab"]
     user_defined = ["\n\n", "\n\n\n", "  ", "   ", "<table>", "[multimodal]"]
-    reserved = {"\n", *user_defined}
+    # Left out: NUL, which GGUF readers in C cannot hold, and ends of "<s>", from which llama.cpp merges the special
+    # token out of plain text.
+    reserved = {"\n", "\0", "s>", *user_defined}
     learned = sorted((token for token in vocab if token not in reserved), key=lambda t: (len(t) == 1, vocab[t]))
     tokens = ["<unk>", "<s>", "</s>", "<bos>", *user_defined, *(f"<0x{byte:02X}>" for byte in range(256)), *learned]
     head = 4 + len(user_defined)
@@ -114,7 +116,13 @@ def as_llama(metadata: dict[str, Any]) -> llama_cpp.Llama:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "vocabulary.gguf"
         writer = gguf.GGUFWriter(path, "llama")
-        for name in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"):
+        for name in (
+            "block_count",
+            "context_length",
+            "embedding_length",
+            "feed_forward_length",
+            "attention.head_count",
+        ):
             writer.add_uint32(f"llama.{name}", 64)
         writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
         for name, value in metadata.items():
@@ -189,9 +197,9 @@ def hf_folder(name: str, core: Tokenizer, tokens: dict[str, Any]) -> None:
         plain.append(ids)
         if as_tokens != ids:
             special[i] = as_tokens
-        begin.append(tokenizer(text, split_special_tokens=True)["input_ids"][: len(ids) + 1] != ids)
+        begin.append(tokenizer(text, split_special_tokens=True)["input_ids"] != ids)
         text_again = tokenizer.decode(as_tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        decoded.append(zlib.crc32(text_again.encode()))
+        decoded.append(zlib.crc32(str(text_again).encode()))
     value = {"plain": plain, "special": special, "adds_bos": any(begin), "decoded_crc": decoded}
     (folder / "ids.json").write_text(json.dumps(value, separators=(",", ":")) + "\n", encoding="utf-8")
 

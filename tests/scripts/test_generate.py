@@ -166,15 +166,20 @@ def test_answers_do_not_depend_on_the_batch(tmp_path, capsys):
     assert "6 prompts (6 max_tokens)" in capsys.readouterr().out
 
 
-def test_seeds_and_turns(tmp_path):
-    options = ("--limit", "2", "--max-tokens", "6", "--temperature", "1.5", "--batch", "2", "--all-turns")
+def test_seeds_and_turns(tmp_path, monkeypatch):
+    model, engine = generate.open_engine("tiny", "auto", None, slots=4, max_queue=4)
+    monkeypatch.setattr(generate, "open_engine", lambda *args, **sizes: (model, engine))
+    close = engine.close
+    monkeypatch.setattr(engine, "close", lambda: None)
+    options = ("--limit", "2", "--max-tokens", "6", "--temperature", "1.5", "--all-turns")
     files = {name: tmp_path / f"{name}.jsonl" for name in ("a", "b", "c")}
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
-        assert run_script(files[name], *options, "--seed", seed) == 0
-    a, b, c = (([row["token_ids"] for row in rows_of(path)]) for path in files.values())
+        assert run_script(files[name], *options, "--seed", seed, "--batch", "2" if name == "a" else "1") == 0
+    close()
+    a, b, c = ([row["token_ids"] for row in rows_of(path)] for path in files.values())
     assert a == b != c
-    rows = rows_of(files["a"])
-    assert [len(row["turns"]) for row in rows] == [len(prompt.turns) for prompt in load_prompts(DEFAULT, limit=2)]
+    turns = [len(prompt.turns) for prompt in load_prompts(DEFAULT, limit=2)]
+    assert [len(row["turns"]) for row in rows_of(files["a"])] == turns
 
 
 @pytest.mark.parametrize(

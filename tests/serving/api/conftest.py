@@ -36,7 +36,7 @@ STEP = 0.002
 
 
 class FakeTokenizer:
-    """Bytes are tokens; two special tokens stand above them."""
+    """Bytes are tokens; above them are two special tokens and one of eight bytes."""
 
     vocab_size = VOCAB
     add_bos = False
@@ -51,7 +51,7 @@ class FakeTokenizer:
         return b"".join(self.token_bytes(i) for i in ids).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        return bytes([token]) if token < 256 else b""
+        return bytes([token]) if token < 256 else b"abcdefgh" if token == 258 else b""
 
     def token_str(self, token: int) -> str:
         return {v: k for k, v in self.special.items()}.get(token, f"<{token}>")

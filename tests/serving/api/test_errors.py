@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 
 import httpx
 import pytest
@@ -62,6 +63,9 @@ BAD_OPTIONS = [
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"5": "x"}}, "logit_bias.5"),
+    ({"logit_bias": {"5": True}}, "logit_bias.5"),
+    ({"logit_bias": {"5": 10**400}}, "logit_bias"),
+    ({"logit_bias": {str(i): 0 for i in range(600)}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -131,6 +135,26 @@ def test_numbers_that_are_none(api, name, value):
 def test_bodies_that_are_no_json_object(api, body):
     error = error_of(api.client.post(CHAT, content=body), 400)
     assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"prompt": [*range(200), *["x"] * 20_000]}, {"prompt": [[1]] * 10_000 + [5] * 5_000}, {"stop": [1] * 40_000},
+     {"prompt": "x", "logit_bias": {str(i): "x" for i in range(7_000)}}],
+)  # fmt: skip
+def test_many_faults_cost_no_more_than_one(api, option):
+    began = time.monotonic()
+    error_of(api.complete(**option), 400)
+    assert time.monotonic() - began < 0.5
+
+
+def test_text_that_cannot_fit_is_not_tokenized(api):
+    encode, api.model.tokenizer.encode = api.model.tokenizer.encode, None
+    try:
+        error = error_of(api.complete(prompt="x" * 8008), 400)
+    finally:
+        api.model.tokenizer.encode = encode
+    assert error["code"] == "context_length_exceeded" and "more than 1001" in error["message"]
 
 
 def test_messages_say_what_was_expected(api):

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from umbra.scripts.chat import Chat, ChatError, Piece, Speed, main
+
+
+class Backend:
+    """Answers with what it was told; remembers what it was asked."""
+
+    name = "fake"
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.asked = []
+        self.left_early = False
+
+    def answer(self, messages):
+        self.asked.append(list(messages))
+        given = self.answers.pop(0)
+        try:
+            for piece in given:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        except GeneratorExit:
+            self.left_early = True
+            raise
+
+    def close(self):
+        pass
+
+
+def chat(monkeypatch, backend, *lines, system=None, typed=False):
+    """Run a chat over typed lines; what appeared, and the notes."""
+    given = iter(lines)
+
+    def read(prompt=""):
+        line = next(given, None)
+        if line is None:
+            raise EOFError
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    out, notes = io.StringIO(), io.StringIO()
+    one = Chat(backend, system, Console(file=out, width=40), Console(file=notes, width=40), typed)
+    one.run()
+    return out.getvalue(), notes.getvalue(), one
+
+
+def text(*pieces):
+    return [Piece(piece, 1) for piece in pieces] + [Piece("", 0, "stop_token", len(pieces))]
+
+
+def test_turns_build_a_conversation(monkeypatch):
+    backend = Backend(text("A", "1"), text("B"))
+    out, notes, _ = chat(monkeypatch, backend, "one", "", "two")
+    assert out == "A1\nB\n"
+    assert backend.asked[1] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "A1"},
+        {"role": "user", "content": "two"},
+    ]
+    assert "2 tokens" in notes and "first after" in notes
+
+
+def test_long_lines_are_not_wrapped(monkeypatch):
+    out, _, _ = chat(monkeypatch, Backend(text("word " * 50)), "x")
+    assert out == "word " * 50 + "\n"
+
+
+def test_terminal_codes_are_taken_out(monkeypatch):
+    out, _, _ = chat(monkeypatch, Backend(text("a\x1b[2Jb\x07c\td\n[bold]e")), "x")
+    assert out == "a[2Jbc\td\n[bold]e\n"
+
+
+def test_commands(monkeypatch):
+    backend = Backend(text("A"), text("B"), text("C"))
+    lines = ["one", "/reset", "two", "/system Be brief.", "three", "/help", "/nothing", "/quit", "never"]
+    _, notes, _ = chat(monkeypatch, backend, *lines)
+    assert [len(messages) for messages in backend.asked] == [1, 1, 2]
+    assert backend.asked[2][0] == {"role": "system", "content": "Be brief."}
+    assert "/reset" in notes and "/nothing is not a command" in notes
+
+
+def test_the_system_message_can_be_taken_back(monkeypatch):
+    backend = Backend(text("A"))
+    chat(monkeypatch, backend, "/system", "one", system="Be rude.")
+    assert backend.asked == [[{"role": "user", "content": "one"}]]
+
+
+def test_interrupt_stops_the_answer_only(monkeypatch):
+    backend = Backend([Piece("par", 1), KeyboardInterrupt()], text("B"))
+    out, notes, _ = chat(monkeypatch, backend, "one", KeyboardInterrupt(), "two", typed=True)
+    assert out == "par\nB\n" and "stopped" in notes
+    assert backend.asked[1][1] == {"role": "assistant", "content": "par"}
+
+
+def test_a_failed_answer_is_not_part_of_the_conversation(monkeypatch):
+    backend = Backend([Piece("x", 1), ChatError("too long")], text("B"))
+    out, notes, one = chat(monkeypatch, backend, "one", "two")
+    assert "error: too long" in notes and one.failed
+    assert backend.asked[1] == [{"role": "user", "content": "two"}]
+    assert out == "x\nB\n"
+
+
+def test_lines_that_go_on(monkeypatch):
+    backend = Backend(text("A"))
+    chat(monkeypatch, backend, "one\\", "two")
+    assert backend.asked[0][0]["content"] == "one\ntwo"
+
+
+def test_cut_off_answers_say_so(monkeypatch):
+    backend = Backend([Piece("A", 1, "max_tokens", 1)], [Piece("B", 1, "context_length", 1)])
+    _, notes, _ = chat(monkeypatch, backend, "one", "two")
+    assert "too long" in notes and "the context is full" in notes
+
+
+def test_speed_leaves_the_first_piece_out(monkeypatch):
+    now = iter([0.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    speed = Speed()
+    for piece in (Piece("a", 4), Piece("b", 1), Piece("c", 1, "stop_token", 6)):
+        speed.add(piece)
+    assert str(speed) == "6 tokens, 1.0 tokens/s, first after 1000 ms"
+
+
+@pytest.mark.parametrize(
+    "argv", [["--url", "http://x", "--quant", "none"], ["--api-key", "k"], ["--max-tokens", "0"], ["--level", "high"]]
+)
+def test_wrong_usage(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--url", "http://127.0.0.1:9"], ["--url", "nonsense"], ["--temperature", "-1"], ["--model", "/no/such.gguf"]],
+)
+def test_a_start_that_fails(argv, capsys):
+    assert main(argv) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("chat.py: ")

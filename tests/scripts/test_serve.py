@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from umbra.configs.server import ServerConfig
+from umbra.scripts.serve import main, one_line, parser
+from umbra.serving.api import Service
+from umbra.serving.api.server import listen, run, url
+from umbra.serving.engine import Emission, Timings, Usage
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--level", "high"], ["--state", "x"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
+     ["--mesh", "data=0"], ["--mesh", "rows=2"], ["--tls-cert", "x"], ["--log-level", "loud"], ["--threads", "0"],
+     ["--api-key", ""], ["--max-body", "0"], ["extra"]],
+)  # fmt: skip
+def test_wrong_usage(argv, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help"])
+    text = capsys.readouterr().out
+    for name in (
+        "--model", "--host", "--port", "--quant", "--threads", "--mesh", "--slots", "--context-length", "--no-warmup",
+        "--api-key", "--log-level", "--max-queue", "--tls-cert", "--tls-key", "--max-body",
+    ):  # fmt: skip
+        assert name in text
+
+
+def test_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["--model", "tiny", "--port", str(taken.getsockname()[1])]) == 1
+    assert "in use" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_unknown_model(capsys):
+    assert main(["--model", "/no/such/model.gguf", "--port", "0"]) == 1
+    out, err = capsys.readouterr()
+    assert "ready" not in out
+    assert "/no/such/model.gguf" in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_missing_certificate(capsys):
+    assert main(["--model", "tiny", "--port", "0", "--tls-cert", "/no/cert", "--tls-key", "/no/key"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("serve.py: ")
+
+
+def test_errors_in_one_line():
+    assert one_line(ValueError("two\nlines")) == "two lines"
+    assert one_line(KeyError("x")) == "KeyError: 'x'"
+
+
+def test_addresses():
+    sock = listen("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    assert url("127.0.0.1", sock) == f"http://127.0.0.1:{port}" and port > 0
+    assert url("::1", sock) == f"http://[::1]:{port}"
+    sock.close()
+    with pytest.raises(OSError, match="no-such-host"):
+        listen("no-such-host.invalid", 0)
+
+
+class Engine:
+    """Emits a token now and then, for ever."""
+
+    ready = True
+    context_length = 100
+    system_fingerprint = "fp"
+
+    def __init__(self):
+        self.closed = False
+        self.sinks = {}
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def choice_params(self, params, n):
+        return [params] * n
+
+    def submit(self, prompt_ids, params, *, sink, request_id=None):
+        self.sinks[request_id] = sink
+        return request_id
+
+    def cancel(self, request_id):
+        if (sink := self.sinks.pop(request_id, None)) is not None:
+            sink([(request_id, Emission("", (), (), (), "cancelled", Usage(1, 1), Timings(0, 0, 0, 0, 1)))])
+
+    def close(self):
+        self.closed = True
+
+    def _loop(self):
+        while not self.closed:
+            time.sleep(0.01)
+            for request_id, sink in list(self.sinks.items()):
+                sink([(request_id, Emission("", (1,)))])
+
+
+MODEL = SimpleNamespace(name="m", config=SimpleNamespace(vocab_size=10), tokenizer=None, chat_template=None)
+BODY = {"model": "m", "prompt": [1], "stream": True}
+
+
+def test_a_stop_signal_ends_running_answers_and_the_server():
+    """Listens at once, is ready later, refuses new work while stopping, tells running clients, closes the engine."""
+    engine, ready, seen = Engine(), threading.Event(), {}
+    loading = threading.Event()
+    service = Service(ServerConfig(shutdown_grace=0.4))
+    sock = listen("127.0.0.1", 0)
+    address = url("127.0.0.1", sock)
+
+    def load(service):
+        loading.wait(5)
+        return engine, MODEL
+
+    def client():
+        with httpx.Client(base_url=address, timeout=5) as http:
+            while "early" not in seen:
+                try:
+                    seen["early"] = http.get("/readyz").status_code
+                except httpx.ConnectError:
+                    time.sleep(0.02)
+            loading.set()
+            ready.wait(5)
+            with http.stream("POST", "/v1/completions", json=BODY) as response:
+                lines = response.iter_lines()
+                os.kill(os.getpid(), signal.SIGTERM)
+                seen["lines"] = [line for line in lines if line]
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    began = time.monotonic()
+    assert run(service, sock, load, ready.set) == 0
+    thread.join(5)
+    assert time.monotonic() - began < 5
+    assert seen["early"] == 503
+    assert json.loads(seen["lines"][-1].removeprefix("data: "))["error"]["code"] == "cancelled"
+    assert engine.closed
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(address)
+
+
+def test_a_stop_signal_while_loading():
+    code = """
+import time
+from umbra.configs.server import ServerConfig
+from umbra.serving.api import Service
+from umbra.serving.api.server import listen, run
+def load(service):
+    print("loading", flush=True)
+    time.sleep(60)
+run(Service(ServerConfig()), listen("127.0.0.1", 0), load, lambda: None)
+raise SystemExit(5)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"loading\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 0 and not err
+
+
+def test_the_command_with_a_model(tmp_path):
+    """From the command line to a streamed answer and a clean end, with the random trunk."""
+    command = [
+        sys.executable, str(ROOT / "scripts" / "serve.py"), "--model", "tiny", "--port", "0", "--slots", "2",
+        "--context-length", "256",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=(tmp_path / "err").open("w"), text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("ready http://127.0.0.1:"), (tmp_path / "err").read_text()
+        with httpx.Client(base_url=line.split()[1], timeout=60) as http:
+            assert http.get("/readyz").status_code == 200
+            body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+            whole = http.post("/v1/completions", json=body).json()
+            assert whole["usage"]["completion_tokens"] == 9 and whole["choices"][0]["finish_reason"] == "length"
+            streamed = http.post("/v1/completions", json={**body, "stream": True}).text
+            assert streamed.endswith("data: [DONE]\n\n")
+            assert "umbra_compilations_after_ready_total 0.0" in http.get("/metrics").text
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stdout.read() == ""
+    finally:
+        process.kill()
