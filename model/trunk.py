@@ -11,6 +11,7 @@ F and V), and it adds partial sums over the mesh axis `axis`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +22,11 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from ..configs.engine import BLOCK
 from ..configs.trunk import LOCAL, TrunkConfig
 from ..kernels import numerics
 from ..kernels.attention import Queries, attend, write_kv
+from ..kernels.attention.reference import GROUP
 from ..kernels.tiles import map_rows
 from .params import param_specs
 from .rope import cos_sin, rotate
@@ -175,32 +178,37 @@ def _activate(x: jax.Array, kind: str) -> jax.Array:
     return 0.5 * x * (1.0 + numerics.tanh(math.sqrt(2.0 / math.pi) * cubic))
 
 
-def logits(config: TrunkConfig, params: Mapping[str, jax.Array], ids: np.ndarray) -> jax.Array:
-    """Logits `[T, V]` of one whole sequence `ids` `[T]`: the trunk without an engine, for tests and tools."""
-    from ..kernels.attention.reference import GROUP  # local: only this helper cuts a sequence by itself
-
+def logits(
+    config: TrunkConfig, params: Mapping[str, jax.Array], ids: np.ndarray, rows: np.ndarray | None = None
+) -> jax.Array:
+    """Logits `[T, V]` of one whole sequence `ids` `[T]` (or only `[len(rows), V]` at the positions `rows`): the trunk
+    without an engine, for tests and tools."""
     T = len(ids)
-    padded = -(-T // 32) * 32
-    context = max(padded, 128)
-    blocks = -(-context // 128)
+    padded = -(-T // 64) * 64
+    blocks = -(-padded // BLOCK)
     starts = np.arange(0, padded, GROUP, dtype=np.int32)
     queries = Queries(
-        slots=jnp.zeros(padded, jnp.int32),
-        positions=jnp.asarray(np.where(np.arange(padded) < T, np.arange(padded), -1).astype(np.int32)),
-        n_tokens=jnp.int32(T),
-        starts=jnp.asarray(starts),
-        counts=jnp.asarray(np.clip(T - starts, 0, GROUP).astype(np.int32)),
-        n_groups=jnp.int32(-(-T // GROUP)),
-        tables=jnp.asarray(1 + np.arange(blocks, dtype=np.int32)[None]),
-    )
-    run = Execution(tile=32, head_tile=32, context=context)
-    pool = jnp.zeros((blocks + 1, config.n_layers, 2, config.n_kv_heads, 128, config.head_dim), jnp.float32)
+        slots=np.zeros(padded, np.int32),
+        positions=np.where(np.arange(padded) < T, np.arange(padded), -1).astype(np.int32),
+        n_tokens=np.int32(T),
+        starts=starts,
+        counts=np.clip(T - starts, 0, GROUP).astype(np.int32),
+        n_groups=np.int32(-(-T // GROUP)),
+        tables=1 + np.arange(blocks, dtype=np.int32)[None],
+    )  # type: ignore[arg-type]
+    wanted = np.arange(T) if rows is None else np.asarray(rows)
+    wanted = np.pad(wanted, (0, -len(wanted) % 32), mode="edge").astype(np.int32)
+    got = _whole(config, blocks, dict(params), np.pad(np.asarray(ids, np.int32), (0, padded - T)), queries, wanted)
+    return got[: T if rows is None else len(rows)]
 
-    @jax.jit
-    def whole(params: Mapping[str, jax.Array], ids: jax.Array, pool: jax.Array) -> jax.Array:
-        trunk = Trunk(config, params)
-        layers = jnp.arange(config.n_layers, dtype=jnp.int32)
-        x, _ = trunk(ids, queries, pool, layers, jnp.int32(config.n_layers), run)
-        return map_rows(lambda rows: trunk.logits(rows, run), run.tile, queries.n_tokens, x)
 
-    return whole(dict(params), jnp.asarray(np.pad(np.asarray(ids, np.int32), (0, padded - T))), pool)[:T]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _whole(
+    config: TrunkConfig, blocks: int, params: Mapping[str, jax.Array], ids: jax.Array, queries: Queries, rows: jax.Array
+) -> jax.Array:
+    run = Execution(tile=32, head_tile=32, context=blocks * BLOCK)
+    shape = (blocks + 1, config.n_layers, 2, config.n_kv_heads, BLOCK, config.head_dim)
+    trunk = Trunk(config, params)
+    layers = jnp.arange(config.n_layers, dtype=jnp.int32)
+    x, _ = trunk(ids, queries, jnp.zeros(shape, jnp.float32), layers, jnp.int32(config.n_layers), run)
+    return map_rows(lambda x: trunk.logits(x, run), run.head_tile, jnp.int32(len(rows)), x[rows])

@@ -299,12 +299,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--url", metavar="U", help="chat with a running server instead of loading a model")
     p.add_argument("--api-key", metavar="KEY", help="key for --url (or $UMBRA_API_KEY)")
     p.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
-    p.add_argument("--temperature", type=float, default=0.2, help="0: always the likeliest token (default %(default)s)")
-    p.add_argument(
-        "--top-p", type=float, default=0.9, help="only the likeliest tokens that add up to this (%(default)s)"
-    )
-    p.add_argument("--seed", type=int, metavar="N", help="makes answers repeatable")
-    p.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default: what fits)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
+    p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens that add up to this (default 1)")
+    p.add_argument("--seed", type=int, metavar="N", help="makes answers with a temperature repeatable")
+    p.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="tokens of an answer (%(default)s)")
     p.add_argument("--quant", default="auto", help="form of the weights: auto (default) or none")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
     p.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")

@@ -87,7 +87,7 @@ def test_ci_runs_the_commands_of_the_readme(name: str) -> None:
     blocks = re.findall(rf"^{mark}\n+```\w*\n(.+?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 1
     assert blocks[0].startswith("python3 -m venv .venv")
-    assert f'run "$(readme_command {name})"' in (ROOT / ".ci" / "run").read_text()
+    assert f'run "$(readme_command {name})' in (ROOT / ".ci" / "run").read_text()
 
 
 @needs_checkout

@@ -254,7 +254,7 @@ def to_hf(config: TrunkConfig, dtype: str, eos_ids: tuple[int, ...], bos_id: int
     if c.family == "gemma3":
         out |= dict(
             hidden_activation="gelu_pytorch_tanh",
-            query_pre_attn_scalar=_plain(c.scale**-2),
+            query_pre_attn_scalar=_whole(c.scale**-2),
             attn_logit_softcapping=c.attention_softcap,
             final_logit_softcapping=c.logit_softcap,
             sliding_window=c.sliding_window,
@@ -272,6 +272,8 @@ def to_hf(config: TrunkConfig, dtype: str, eos_ids: tuple[int, ...], bos_id: int
     return out
 
 
-def _plain(value: float) -> float | int:
-    """A whole number as an int, rounding away what a square and a square root left."""
-    return round(value) if abs(value - round(value)) < 1e-6 * value else value
+def _whole(value: float) -> int:
+    """`value` without what a square and a square root in float32 left; Transformers takes only whole numbers here."""
+    if abs(value - round(value)) > 1e-6 * value:
+        raise ModelError(f"the model's query scale is 1/sqrt({value}), config.json can only express whole numbers")
+    return round(value)

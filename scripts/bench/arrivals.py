@@ -31,25 +31,31 @@ class Arrival:
     max_tokens: int
 
 
-def poisson(prompts: Sequence[Prompt], count: int, rate: float, max_tokens: int, seed: int) -> list[Arrival]:
-    """`count` requests with exponential times between them, `rate` a second on average; prompts in turn."""
+def poisson(
+    prompts: Sequence[Prompt], count: int, rate: float, max_tokens: int, seed: int, round_number: int
+) -> list[Arrival]:
+    """`count` requests with exponential times between them, `rate` a second on average.
+
+    Times are those of `seed` in every round; prompts go on where the round before ended, so that no prompt is asked
+    twice (and found in a cache) before all were.
+    """
     noise = random.Random(seed)
     at = 0.0
     arrivals = []
     for i in range(count):
-        prompt = prompts[i % len(prompts)]
+        prompt = prompts[(round_number * count + i) % len(prompts)]
         arrivals.append(Arrival(f"{i + 1}:{prompt.id}", prompt.category, at, prompt.turns[0], max_tokens))
         at += noise.expovariate(rate)
     return arrivals
 
 
 def trace(
-    path: Path, prompts: Sequence[Prompt], count: int, *, time_scale: float, length_scale: float
+    path: Path, prompts: Sequence[Prompt], count: int, round_number: int, *, time_scale: float, length_scale: float
 ) -> list[Arrival]:
     """The first `count` requests of a trace: JSON lines, gzipped or not, with `timestamp` (milliseconds) and either
 
     - `input_length`, `output_length` (tokens) and `hash_ids`: lengths are multiplied by `length_scale`, and the text is
-      made of words of the prompt set, one fixed piece for each hash id; or
+      made of words of the prompt set, one fixed piece for each hash id (in each round another); or
     - `turns` and `max_tokens`: a prompt as in prompt files, with the length of its answer.
     """
     words = sorted({word for prompt in prompts for word in prompt.turns[0].split() if word.isalpha()})
@@ -62,7 +68,8 @@ def trace(
             if "turns" in row:
                 text, tokens, category = row["turns"][0], row["max_tokens"], str(row.get("category", "trace"))
             else:
-                text = _text(row["hash_ids"], row["input_length"], length_scale, words)
+                blocks = [f"{round_number}/{block}" for block in row["hash_ids"]]
+                text = _text(blocks, row["input_length"], length_scale, words)
                 tokens, category = max(1, round(row["output_length"] * length_scale)), "trace"
             arrivals.append(Arrival(str(number), category, at, text, tokens))
         except (KeyError, TypeError) as error:
@@ -82,10 +89,10 @@ def _rows(path: Path, count: int) -> list[tuple[int, dict[str, Any]]]:
         raise BenchError(f"cannot read the trace {path}: {error}") from None
 
 
-def _text(hash_ids: Sequence[int], tokens: int, scale: float, words: Sequence[str]) -> str:
-    """Words for a prompt of `tokens * scale` tokens; each block of it is chosen by its hash id alone."""
+def _text(blocks: Sequence[str], tokens: int, scale: float, words: Sequence[str]) -> str:
+    """Words for a prompt of `tokens * scale` tokens; each block of it is chosen by its name alone."""
     pieces = []
-    for index, block in enumerate(hash_ids):
+    for index, block in enumerate(blocks):
         length = min(BLOCK_TOKENS, tokens - index * BLOCK_TOKENS) * scale / TOKENS_PER_WORD
         chosen = random.Random(block).choices(words, k=max(1, round(BLOCK_TOKENS * scale / TOKENS_PER_WORD)))
         pieces.append(" ".join(chosen[: max(1, round(length))]))

@@ -54,7 +54,7 @@ def _prefill_options(sub: argparse.ArgumentParser) -> None:
 
 def _batch_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="streams at once (default 8)")
-    sub.add_argument("--limit", type=positive, metavar="N", help="first N prompts, in groups (default: one group)")
+    sub.add_argument("--limit", type=positive, metavar="N", help="prompts of a round, in groups (default: one group)")
     sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream (default 128)")
 
 

@@ -21,7 +21,8 @@ class Outcome:
     arrival: Arrival
     pieces: list[float] = dataclasses.field(default_factory=list)  # when each piece of the answer came
     tokens: int = 0
-    prompt_tokens: int | None = None
+    prompt_tokens: int | None = None  # None: the server does not say
+    cached_tokens: int | None = None
     end: float = 0.0
     error: str | None = None
 
@@ -105,6 +106,7 @@ async def _stream(http: httpx.AsyncClient, target: Target, outcome: Outcome, arr
             finished = finished or any(choice.get("finish_reason") for choice in event.get("choices", ()))
             if usage := event.get("usage"):
                 outcome.tokens, outcome.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+                outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     outcome.tokens = outcome.tokens or len(outcome.pieces)
     if not finished:
         outcome.error = "the stream ended without a finish reason"

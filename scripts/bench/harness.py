@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 def run(plan: Plan, say: Say) -> dict[str, Any]:
     """Measure and give the report."""
     before = machine()
-    prompts = load_prompts(plan.prompts, limit=None if plan.bench == "prefill" else plan.limit)
+    prompts = load_prompts(plan.prompts, limit=None if MEASURES[plan.bench].whole_file else plan.limit)
     with Workers(plan.systems) as workers:
         say("loading umbra")
         ours = workers["umbra"]

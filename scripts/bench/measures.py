@@ -26,6 +26,9 @@ class Job:
 class Measure(abc.ABC):
     """One benchmark. `sequences` is how many sequences a call has at most."""
 
+    whole_file = False
+    """Whether prompts beyond `--limit` are used too, so that rounds differ."""
+
     def __init__(self, plan: Plan, prompts: Sequence[Prompt], ids: Sequence[list[int]]) -> None:
         self.plan, self.prompts, self.ids = plan, prompts, ids
 
@@ -39,7 +42,7 @@ class Measure(abc.ABC):
 
     def context(self) -> int:
         """Tokens of the longest sequence, prompt and continuation."""
-        jobs = self.jobs(0)
+        jobs = [job for number in range(self.plan.rounds) for job in self.jobs(number)]
         return max(len(ids) + job.max_tokens for job in jobs for ids in job.prompts)
 
 
@@ -51,7 +54,7 @@ class Decode(Measure):
             Job(prompt.id, prompt.category, [ids], self.plan.max_tokens)
             for prompt, ids in zip(self.prompts, self.ids, strict=True)
         ]
-        return jobs if round_number >= 0 else [dataclasses.replace(jobs[0], max_tokens=8)]
+        return jobs if round_number >= 0 else [_warm_up(jobs[0])]
 
     def row(self, job: Job, run: Run) -> dict[str, Any]:
         stream = run.streams[0]
@@ -74,6 +77,7 @@ class Prefill(Measure):
     that was run before and no prefix can be reused.
     """
 
+    whole_file = True
     STRIDE = 61  # a prime: starts repeat only after a whole turn
 
     def jobs(self, round_number: int) -> list[Job]:
@@ -97,14 +101,21 @@ class Prefill(Measure):
 
 
 class Batch(Measure):
-    """Several streams at once: all output tokens over wall time, prompts included."""
+    """Several streams at once: all output tokens over wall time, prompts included.
+
+    A round goes on in the prompt file where the one before ended, so that no prompt is found in a cache before all
+    were used.
+    """
+
+    whole_file = True
 
     def jobs(self, round_number: int) -> list[Job]:
         n = self.plan.sequences
-        count = max(1, len(self.ids) // n) if round_number >= 0 else 1
-        groups = [[self.ids[(g * n + i) % len(self.ids)] for i in range(n)] for g in range(count)]
-        max_tokens = self.plan.max_tokens if round_number >= 0 else 8
-        return [Job(f"batch-{g + 1}", "mixed", group, max_tokens) for g, group in enumerate(groups)]
+        count = max(1, self.plan.limit // n)
+        begin = max(0, round_number) * count * n
+        groups = [[self.ids[(begin + g * n + i) % len(self.ids)] for i in range(n)] for g in range(count)]
+        jobs = [Job(f"batch-{g + 1}", "mixed", group, self.plan.max_tokens) for g, group in enumerate(groups)]
+        return jobs if round_number >= 0 else [_warm_up(jobs[0])]
 
     def row(self, job: Job, run: Run) -> dict[str, Any]:
         tokens = sum(len(stream.token_ids) for stream in run.streams)
@@ -121,6 +132,11 @@ class Batch(Measure):
             "ttft_ms": statistics.median(stream.ttft for stream in run.streams) * 1e3,
             "tokens_per_pass": _tokens_per_pass(run.streams),
         }
+
+
+def _warm_up(job: Job) -> Job:
+    """A short run of the same shape. Prompts are reversed, so that nothing of the job itself is cached afterwards."""
+    return Job("warm-up", job.category, [ids[::-1] for ids in job.prompts], min(8, job.max_tokens))
 
 
 MEASURES: dict[str, type[Measure]] = {"decode": Decode, "prefill": Prefill, "batch": Batch}

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...configs.prompt_sets import load_prompts
+from ...configs.prompt_sets import Prompt, load_prompts
 from .arrivals import Arrival, poisson, trace
 from .client import Outcome, Target, replay
 from .machine import machine
@@ -23,6 +23,8 @@ Say = Callable[[str], None]
 
 SUPPORTED_PEERS = ("llama.cpp",)
 
+WARM_UP = Arrival("warm-up", "warm-up", 0.0, "Say hello.", 4)
+
 COMPILATIONS = "umbra_compilations_after_ready_total"
 
 
@@ -30,11 +32,7 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     """Measure and give the report."""
     before = machine()
     prompts = load_prompts(plan.prompts)
-    if plan.trace is not None:
-        scales = {"time_scale": plan.time_scale, "length_scale": plan.length_scale}
-        arrivals = trace(plan.trace, prompts, plan.limit, **scales)
-    else:
-        arrivals = poisson(prompts, plan.limit, plan.rate, plan.max_tokens, plan.seed)
+    arrivals = [_arrivals(plan, prompts, number) for number in range(plan.rounds)]
     say("reading the model")
     described, ids = _describe(plan, arrivals)
     with contextlib.ExitStack() as stack:
@@ -62,13 +60,20 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     return report(plan, before, versions, settings, rows, summary)
 
 
-def _describe(plan: Plan, arrivals: Sequence[Arrival]) -> tuple[dict[str, Any], dict[str, list[int]] | None]:
+def _arrivals(plan: Plan, prompts: Sequence[Prompt], number: int) -> list[Arrival]:
+    if plan.trace is None:
+        return poisson(prompts, plan.limit, plan.rate, plan.max_tokens, plan.seed, number)
+    scales = {"time_scale": plan.time_scale, "length_scale": plan.length_scale}
+    return trace(plan.trace, prompts, plan.limit, number, **scales)
+
+
+def _describe(plan: Plan, arrivals: Sequence[Sequence[Arrival]]) -> tuple[dict[str, Any], dict[str, list[int]] | None]:
     """What must be known of the model to ask servers for it; token ids of the texts if it has no tokenizer."""
     with Workers(["umbra"]) as workers, workers["umbra"].turn() as ours:
         described = ours.call("describe", plan.model, plan.quant, plan.threads)
         if described["has_tokenizer"]:
             return described, None
-        texts = [arrival.text for arrival in arrivals]
+        texts = [WARM_UP.text, *(arrival.text for one_round in arrivals for arrival in one_round)]
         return described, dict(zip(texts, ours.call("encode", texts), strict=True))
 
 
@@ -91,7 +96,7 @@ def _start_ours(plan: Plan, stack: contextlib.ExitStack, say: Say) -> tuple[Serv
 
 
 def _rounds(
-    plan: Plan, servers: Sequence[Server], targets: dict[str, Target], arrivals: Sequence[Arrival], say: Say
+    plan: Plan, servers: Sequence[Server], targets: dict[str, Target], arrivals: Sequence[Sequence[Arrival]], say: Say
 ) -> tuple[list[Row], dict[str, list[Summary]]]:
     rows: list[Row] = []
     measured: dict[str, list[Summary]] = {server.system: [] for server in servers}
@@ -101,18 +106,14 @@ def _rounds(
             say(f"round {number + 1} of {plan.rounds}: {server.system}")
             target = targets[server.system]
             with server.turn():
-                warm, _ = asyncio.run(replay(target, [_warm_up(arrivals[0])], 1))
+                warm, _ = asyncio.run(replay(target, [WARM_UP], 1))
                 if warm[0].error:
                     raise BenchError(f"the server of {server.system} refused the first request: {warm[0].error}")
                 time.sleep(0.2)
-                outcomes, seconds = asyncio.run(replay(target, arrivals, plan.sequences))
+                outcomes, seconds = asyncio.run(replay(target, arrivals[number], plan.sequences))
             rows += [_row(server.system, number + 1, outcome) for outcome in outcomes]
             measured[server.system].append(_round_figures(outcomes, seconds))
     return rows, measured
-
-
-def _warm_up(arrival: Arrival) -> Arrival:
-    return Arrival("warm-up", arrival.category, 0.0, arrival.text, 4)
 
 
 def _row(system: str, number: int, outcome: Outcome) -> Row:
@@ -123,6 +124,7 @@ def _row(system: str, number: int, outcome: Outcome) -> Row:
         "category": outcome.arrival.category,
         "arrival_s": outcome.arrival.at,
         "prompt_tokens": outcome.prompt_tokens,
+        "cached_tokens": outcome.cached_tokens,
         "tokens": outcome.tokens,
         "tok_s": outcome.tok_s,
         "ttft_ms": outcome.pieces[0] * 1e3 if outcome.pieces else None,

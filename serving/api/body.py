@@ -101,6 +101,6 @@ def json_type(value: Any) -> str:
         (str, "a string"),
         (list, "an array"),
     ):
-        if isinstance(value, types):  # type: ignore[arg-type]
+        if isinstance(value, types):
             return name
     return "an object"

@@ -49,7 +49,7 @@ def _prompts(body: CompletionBody, loaded: Loaded) -> list[Prompt]:
     if isinstance(prompt, str):
         prompts: list[Prompt] = [prompt]
     elif prompt and isinstance(prompt[0], int):
-        prompts = [check_ids(prompt, loaded.vocab_size, "prompt")]  # type: ignore[arg-type, list-item]
+        prompts = [check_ids(prompt, loaded.vocab_size, "prompt")]  # type: ignore[list-item]
     else:
         prompts = list(prompt)  # type: ignore[arg-type]
         for i, ids in enumerate(prompts):

@@ -90,8 +90,8 @@ def test_prefill_prompts_have_the_length_asked_for_and_never_begin_alike():
 
 
 def test_batch_counts_all_tokens_over_wall_time():
-    bench = measure(Batch, "batch", sequences=2, limit=4)
-    assert [job.prompts for job in bench.jobs(0)] == [[[0] * 5, [1] * 6], [[2] * 7, [3] * 8]]
+    bench = measure(Batch, "batch", sequences=2, limit=2)
+    assert [job.prompts for number in (0, 1) for job in bench.jobs(number)] == [[[0] * 5, [1] * 6], [[2] * 7, [3] * 8]]
     row = bench.row(bench.jobs(0)[0], Run([stream(65, 0.5, 4.5), stream(65, 2.5, 4.5)], 5.0))
     assert row["tok_s"] == pytest.approx(130 / 5)
     assert row["decode_tok_s"] == pytest.approx((32 + 64) / 2.5)
@@ -252,13 +252,19 @@ def test_a_sequence_that_does_not_fit_is_refused(fakes):
 
 def test_poisson_arrivals_have_the_rate_asked_for_and_are_the_same_for_the_same_seed():
     prompts = load_prompts(DEFAULT)
-    arrivals = poisson(prompts, 2000, 4.0, 16, seed=3)
-    assert arrivals == poisson(prompts, 2000, 4.0, 16, seed=3)
-    assert arrivals != poisson(prompts, 2000, 4.0, 16, seed=4)
+    arrivals = poisson(prompts, 2000, 4.0, 16, 3, 0)
+    assert arrivals == poisson(prompts, 2000, 4.0, 16, 3, 0)
+    assert arrivals != poisson(prompts, 2000, 4.0, 16, 4, 0)
     gaps = [b.at - a.at for a, b in zip(arrivals, arrivals[1:], strict=False)]
     assert statistics.mean(gaps) == pytest.approx(0.25, rel=0.1)
     assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
     assert len({arrival.id for arrival in arrivals}) == 2000
+
+
+def test_rounds_ask_at_the_same_times_for_other_prompts():
+    rounds = [poisson(load_prompts(DEFAULT), 30, 1.0, 16, 0, number) for number in range(3)]
+    assert len({tuple(arrival.at for arrival in one) for one in rounds}) == 1
+    assert len({arrival.text for one in rounds for arrival in one}) == 90
 
 
 def test_a_trace_gives_times_lengths_and_common_prefixes(tmp_path):
@@ -271,7 +277,7 @@ def test_a_trace_gives_times_lengths_and_common_prefixes(tmp_path):
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     prompts = load_prompts(DEFAULT)
-    first, second, third = trace(path, prompts, 10, time_scale=0.5, length_scale=0.26)
+    first, second, third = trace(path, prompts, 10, 0, time_scale=0.5, length_scale=0.26)
     assert (first.at, second.at, third.at) == (0.0, 1.0, 1.5)
     assert (first.max_tokens, second.max_tokens, third.max_tokens) == (13, 1, 9)
     assert third.text == "Hello there"
@@ -279,6 +285,8 @@ def test_a_trace_gives_times_lengths_and_common_prefixes(tmp_path):
     assert (len(a), len(b)) == (200, 120), "1.3 tokens a word"
     assert a[:102] == b[:102]
     assert a[102:110] != b[102:110]
+    again = trace(path, prompts, 1, 1, time_scale=0.5, length_scale=0.26)[0]
+    assert again.text.split()[:102] != a[:102], "another round, other text"
 
 
 @pytest.mark.parametrize(
@@ -288,7 +296,7 @@ def test_bad_traces_are_refused(tmp_path, text, message):
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(BenchError, match=message):
-        trace(path, load_prompts(DEFAULT), 10, time_scale=1.0, length_scale=1.0)
+        trace(path, load_prompts(DEFAULT), 10, 0, time_scale=1.0, length_scale=1.0)
 
 
 # ---- the HTTP client

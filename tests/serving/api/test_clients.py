@@ -25,12 +25,12 @@ def ask(monkeypatch, capsys):
 
 def test_chat_with_a_server(api, ask, make_answer):
     api.engine.plan = lambda prompt, params: make_answer(f"You said {bytes(prompt).decode().splitlines()[-1]!r} 🎉")
-    code, out, err = ask("one", "two", args=["--url", api.url + "/v1", "--seed", "3", "--max-tokens", "100"])
+    code, out, err = ask("one", "two", args=["--url", api.url + "/v1", "--temperature", "0.5", "--seed", "3"])
     assert code == 0
     assert out == "You said 'user: one' 🎉\nYou said 'user: two' 🎉\n"
     assert err.count("tokens/s") == 2
     params = api.engine.submitted[0].params
-    assert (params.temperature, params.top_p, params.seed, params.max_tokens) == (0.2, 0.9, 3, 100)
+    assert (params.temperature, params.top_p, params.seed, params.max_tokens) == (0.5, 1.0, 3, 1000)
 
 
 def test_chat_reports_errors(api, ask, make_answer):
