@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from tokenizers import Tokenizer
+
 Part = str | int
 """A piece of text, or the id of a token that stood in its place."""
 
@@ -85,3 +87,8 @@ def _expression(node: dict[str, Any]) -> str:
         branches.append(literal + (_expression(child) if set(child) != {""} else ""))
     group = branches[0] if len(branches) == 1 and "" not in node else f"(?:{'|'.join(branches)})"
     return group + "?" if "" in node else group
+
+
+def encode_ids(core: Tokenizer, text: str) -> list[int]:
+    """Ids of `text`. As a batch of one: `Tokenizer.encode` would hold up every other thread while it works."""
+    return core.encode_batch_fast([text], add_special_tokens=False)[0].ids

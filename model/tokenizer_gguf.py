@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer, models
 
 from .pretokenizers import pre_tokenizer
-from .token_split import Part, TokenSplitter
+from .token_split import Part, TokenSplitter, encode_ids
 from .vocabulary import END_TOKENS, SPACE_MARK, TokenizerError, TokenKind, Vocabulary
 
 _HTML_END = "</s>"
@@ -48,7 +48,7 @@ class FragmentEncoder:
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
         if self.spaces_marked:
             text = (" " + text if at_start and self.space_prefix else text).replace(" ", SPACE_MARK)
-        return self.core.encode(text, add_special_tokens=False).ids
+        return encode_ids(self.core, text)
 
 
 def build(metadata: Mapping[str, Any]) -> tuple[Vocabulary, FragmentEncoder]:

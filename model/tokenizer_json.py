@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from .token_split import Part, TokenSplitter
+from .token_split import Part, TokenSplitter, encode_ids
 from .vocabulary import TokenizerError, TokenKind, Vocabulary
 
 _MODELS = ("BPE", "Unigram")
@@ -62,7 +62,7 @@ class PipelineEncoder:
         placed = [part for part in parts if not isinstance(part, str)]
         text = "".join(part if isinstance(part, str) else self._mark(part) for part in parts)
         ids, specials = [], iter(placed)
-        for token_id in self._core.encode(text, add_special_tokens=False).ids:
+        for token_id in encode_ids(self._core, text):
             if token_id not in self._stand_in_ids:
                 ids.append(token_id)
             elif (special := next(specials)) is not None:

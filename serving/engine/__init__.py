@@ -1,9 +1,17 @@
-"""The engine: requests, the scheduler, and the step. See `engine.Engine`."""
+"""The engine: requests, the scheduler, and the step. See `engine.Engine`.
 
-from .engine import Completion, Engine, EngineStats, EngineStopped
-from .programs import Program, make_mesh, programs
+Plain data (requests, emissions) is there at once; what needs JAX is imported when it is first asked for, so that
+scripts can read options and choose a platform before JAX starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .request import (
     Emission,
+    EngineStopped,
     FinishReason,
     PromptTooLong,
     QueueFull,
@@ -13,6 +21,18 @@ from .request import (
     TokenLogprob,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from .engine import Completion, Engine, EngineStats
+    from .programs import Program, make_mesh
+
+_LAZY = {
+    "Completion": "engine",
+    "Engine": "engine",
+    "EngineStats": "engine",
+    "Program": "programs",
+    "make_mesh": "programs",
+}
 
 __all__ = [
     "Completion",
@@ -30,5 +50,10 @@ __all__ = [
     "TokenLogprob",
     "Usage",
     "make_mesh",
-    "programs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

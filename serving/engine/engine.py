@@ -37,6 +37,7 @@ from .identity import CompilationCounter, numerics_class, system_fingerprint
 from .programs import Program, make_mesh, step_sizes
 from .request import (
     Emission,
+    EngineStopped,
     FinishReason,
     PromptTooLong,
     QueueFull,
@@ -56,10 +57,6 @@ if TYPE_CHECKING:
     from ..metrics import EngineMetrics
 
 log = logging.getLogger(__name__)
-
-
-class EngineStopped(RuntimeError):
-    """The engine does not take requests: it was not started, was closed, or failed."""
 
 
 @dataclasses.dataclass(frozen=True)

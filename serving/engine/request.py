@@ -120,6 +120,10 @@ Sink = Callable[[Sequence[tuple[str, Emission]]], None]
 """Receives (request id, emission) pairs, once per step, on the engine's thread: it must only hand them over."""
 
 
+class EngineStopped(RuntimeError):
+    """The engine does not take requests: it was not started, was closed, or failed."""
+
+
 class QueueFull(Exception):
     """The waiting queue is full; try again after `retry_after` seconds."""
 
