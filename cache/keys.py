@@ -62,7 +62,11 @@ def root_key(space: bytes, model: bytes) -> bytes:
 
 
 def block_key(
-    parent: bytes, token_ids: Sequence[int], extras: Mapping[str, bytes] | None = None, *, block_size: int = BLOCK
+    parent: bytes,
+    token_ids: Sequence[int] | np.ndarray,
+    extras: Mapping[str, bytes] | None = None,
+    *,
+    block_size: int = BLOCK,
 ) -> bytes:
     """The 32-byte key of the block that holds exactly `block_size` tokens after the block (or root) `parent`.
 
@@ -79,7 +83,7 @@ def packed_block_key(parent: bytes, packed: bytes, extras: Mapping[str, bytes] |
     return hashlib.sha256(b"blk1" + parent + packed + _extras(extras)).digest()
 
 
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
+def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
     """Token ids as little-endian u32, 4 bytes each."""
     ids = np.asarray(token_ids)
     if ids.size == 0:

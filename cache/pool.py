@@ -24,6 +24,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .keys import BLOCK, pack_tokens, packed_block_key
 
 SCRATCH = 0
@@ -119,7 +121,9 @@ class BlockPool:
             self._references[block] -= 1
             self._drop_hold(block)
 
-    def publish(self, block: int, key: bytes, tokens: Sequence[int], parent_key: bytes | None) -> int | None:
+    def publish(
+        self, block: int, key: bytes, tokens: Sequence[int] | np.ndarray, parent_key: bytes | None
+    ) -> int | None:
         """Make a sealed block findable; `parent_key` is the key of the block it continues, None for a first block.
 
         Returns the block that is now found under `key`: `block` itself; or another one that was published with the
@@ -145,7 +149,7 @@ class BlockPool:
             self._add_hold(parent)
         return block
 
-    def match(self, root: bytes, token_ids: Sequence[int]) -> list[int]:
+    def match(self, root: bytes, token_ids: Sequence[int] | np.ndarray) -> list[int]:
         """The published blocks that hold the longest prefix of `token_ids` under `root`, one reference taken on each.
 
         Only whole blocks match. At least one token must be run to get logits, so callers leave the last one out.
@@ -165,7 +169,7 @@ class BlockPool:
             parent = block
         return blocks
 
-    def lookup(self, key: bytes, tokens: Sequence[int]) -> int | None:
+    def lookup(self, key: bytes, tokens: Sequence[int] | np.ndarray) -> int | None:
         """The block published under `key`, one reference taken, or None; its tokens are compared."""
         block = self._find(key, self._pack(tokens))
         if block is not None:
@@ -194,7 +198,7 @@ class BlockPool:
             assert not leaked, f"references that nobody holds: {dict(leaked)}"
             assert not missing, f"references held but not counted: {dict(missing)}"
 
-    def _pack(self, tokens: Sequence[int]) -> bytes:
+    def _pack(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         if len(tokens) != self.block_size:
             raise ValueError(f"a block holds {self.block_size} tokens, got {len(tokens)}")
         return pack_tokens(tokens)

@@ -54,7 +54,8 @@ class EngineConfig:
             return min(trunk.context_length, 8192)
         if self.context_length > trunk.context_length:
             raise ValueError(
-                f"context_length {self.context_length} is more than the {trunk.context_length} positions of {trunk.name}"
+                f"context_length {self.context_length} is more than the {trunk.context_length} positions "
+                f"of {trunk.name}"
             )
         return self.context_length
 

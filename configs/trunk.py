@@ -1,6 +1,7 @@
 """The trunk as data: every supported decoder family is one `TrunkConfig`, never a subclass.
 
-Shape letters: D model width, F feed-forward width, H head size, K key/value heads, L layers, N query heads, V vocabulary.
+Shape letters: D model width, F feed-forward width, H head size, K key/value heads, L layers, N query heads,
+V vocabulary.
 """
 
 from __future__ import annotations

@@ -53,16 +53,25 @@ class Execution:
 class Layers(nnx.Module):
     """The parameters of all layers, stacked: every one has L as its first axis."""
 
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.names = tuple(params)
+        for name, value in params.items():
+            setattr(self, name, nnx.Param(value))
+
 
 class Trunk(nnx.Module):
     """A decoder. `params` are arrays (or abstract arrays) by the names of `param_specs`."""
 
+    embed: nnx.Param
+    final_norm: nnx.Param
+    head: nnx.Param  # absent when tied to `embed`
+
     def __init__(self, config: TrunkConfig, params: Mapping[str, Any]) -> None:
         self.config = config
-        self.layers = Layers()
-        for path in param_specs(config):
-            owner, _, name = path.rpartition(".")
-            setattr(self.layers if owner else self, name, nnx.Param(params[path]))
+        stacked = [path for path in param_specs(config) if path.startswith("layers.")]
+        self.layers = Layers({path.removeprefix("layers."): params[path] for path in stacked})
+        for path in param_specs(config).keys() - stacked:
+            setattr(self, path, nnx.Param(params[path]))
 
     def embed_tokens(self, ids: jax.Array, run: Execution) -> jax.Array:
         """Embeddings `[T, D]` of `ids` `[T]`, float32."""
@@ -86,8 +95,7 @@ class Trunk(nnx.Module):
         x = self.embed_tokens(ids, run)
         angles = jnp.stack([cos_sin(c, queries.positions, run.context, local=local) for local in (False, True)])
         is_local = jnp.asarray(np.array([kind == LOCAL for kind in c.layer_types], np.int32))
-        stack = {name: param[...] for name, param in nnx.to_flat_state(nnx.state(self.layers, nnx.Param))}
-        stack = {name[0]: value for name, value in stack.items()}
+        stack = {name: getattr(self.layers, name)[...] for name in self.layers.names}
 
         def layer(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             x, pool = carry
@@ -188,14 +196,14 @@ def logits(
     blocks = -(-padded // BLOCK)
     starts = np.arange(0, padded, GROUP, dtype=np.int32)
     queries = Queries(
-        slots=np.zeros(padded, np.int32),
-        positions=np.where(np.arange(padded) < T, np.arange(padded), -1).astype(np.int32),
-        n_tokens=np.int32(T),
-        starts=starts,
-        counts=np.clip(T - starts, 0, GROUP).astype(np.int32),
-        n_groups=np.int32(-(-T // GROUP)),
-        tables=1 + np.arange(blocks, dtype=np.int32)[None],
-    )  # type: ignore[arg-type]
+        slots=jnp.zeros(padded, jnp.int32),
+        positions=jnp.asarray(np.where(np.arange(padded) < T, np.arange(padded), -1), jnp.int32),
+        n_tokens=jnp.int32(T),
+        starts=jnp.asarray(starts),
+        counts=jnp.asarray(np.clip(T - starts, 0, GROUP), jnp.int32),
+        n_groups=jnp.int32(-(-T // GROUP)),
+        tables=1 + jnp.arange(blocks, dtype=jnp.int32)[None],
+    )
     wanted = np.arange(T) if rows is None else np.asarray(rows)
     wanted = np.pad(wanted, (0, -len(wanted) % 32), mode="edge").astype(np.int32)
     got = _whole(config, blocks, dict(params), np.pad(np.asarray(ids, np.int32), (0, padded - T)), queries, wanted)

@@ -22,7 +22,8 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import jax
@@ -222,7 +223,7 @@ class Engine:
             ("stop_token_ids", np.array(params.stop_token_ids, np.int64)),
             ("logit_bias", np.array([token for token, _ in params.logit_bias], np.int64)),
         ):
-            if len(ids) and not (0 <= ids.min() and ids.max() < vocab):
+            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab):
                 raise ValueError(f"{what} has a token id outside 0 to {vocab - 1}")
         if len(prompt) >= self.context_length:
             raise PromptTooLong(len(prompt), self.context_length)

@@ -51,7 +51,7 @@ class CompilationCounter:
             jax.monitoring.register_event_duration_secs_listener(cls._heard)
 
     @classmethod
-    def _heard(cls, event: str, duration: float, **_: object) -> None:
+    def _heard(cls, event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             cls.count += 1
 

@@ -127,8 +127,8 @@ class _Builder:
         return self._abstract(jax.ShapeDtypeStruct((self.data * n,), np.int32), self.state_spec)
 
     def _program(
-        self, name: str, kind: str, width: int, fn: Callable[..., Any], args: tuple[Any, ...], in_specs: tuple[Any, ...],
-        out_specs: Any, donate: tuple[int, ...],
+        self, name: str, kind: str, width: int, fn: Callable[..., Any], args: tuple[Any, ...],
+        in_specs: tuple[Any, ...], out_specs: Any, donate: tuple[int, ...],
     ) -> Program:  # fmt: skip
         sharded = jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         named = jax.tree.map(

@@ -6,7 +6,7 @@ mesh the leading axis of every array is the data axis times the local size; insi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +15,30 @@ import numpy as np
 from ...kernels.sample import RowParams
 from .request import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
 
+Leaf = Any
+"""An array: numpy on the host, traced inside a step, a `jax.ShapeDtypeStruct` where programs are declared."""
+
 
 class SlotState(NamedTuple):
     """One row per running sequence. Donated to every step; the host only replaces whole rows (`admit`)."""
 
-    token: jax.Array  # int32 [B]: last chosen token, input of the next step
-    position: jax.Array  # int32 [B]: its absolute position
-    limit: jax.Array  # int32 [B]: last position that may be generated
-    active: jax.Array  # bool [B]: decoding; cleared on the device at a stop id or the limit
-    stop_ids: jax.Array  # int32 [B, MAX_STOP_IDS], -1 where unused
-    counts: jax.Array  # int32 [B, V]: twice the times generated, plus one if in the prompt
-    temperature: jax.Array  # float32 [B]
-    top_k: jax.Array  # int32 [B], 0: off
-    top_p: jax.Array  # float32 [B]
-    min_p: jax.Array  # float32 [B]
-    repetition: jax.Array  # float32 [B]
-    presence: jax.Array  # float32 [B]
-    frequency: jax.Array  # float32 [B]
-    seed: jax.Array  # uint32 [B, 2]: low and high word
-    bias_ids: jax.Array  # int32 [B, MAX_LOGIT_BIAS], -1 where unused
-    bias_values: jax.Array  # float32 [B, MAX_LOGIT_BIAS]
-    n_logprobs: jax.Array  # int32 [B]: most likely tokens to report, -1: none
+    token: Leaf  # int32 [B]: last chosen token, input of the next step
+    position: Leaf  # int32 [B]: its absolute position
+    limit: Leaf  # int32 [B]: last position that may be generated
+    active: Leaf  # bool [B]: decoding; cleared on the device at a stop id or the limit
+    stop_ids: Leaf  # int32 [B, MAX_STOP_IDS], -1 where unused
+    counts: Leaf  # int32 [B, V]: twice the times generated, plus one if in the prompt
+    temperature: Leaf  # float32 [B]
+    top_k: Leaf  # int32 [B], 0: off
+    top_p: Leaf  # float32 [B]
+    min_p: Leaf  # float32 [B]
+    repetition: Leaf  # float32 [B]
+    presence: Leaf  # float32 [B]
+    frequency: Leaf  # float32 [B]
+    seed: Leaf  # uint32 [B, 2]: low and high word
+    bias_ids: Leaf  # int32 [B, MAX_LOGIT_BIAS], -1 where unused
+    bias_values: Leaf  # float32 [B, MAX_LOGIT_BIAS]
+    n_logprobs: Leaf  # int32 [B]: most likely tokens to report, -1: none
 
     def row(self, b: jax.Array, position: jax.Array) -> RowParams:
         """How slot `b` chooses the token at `position`."""
@@ -84,7 +87,7 @@ def state_shapes(slots: int, vocab_size: int) -> SlotState:
             name: jax.ShapeDtypeStruct((slots, *(vocab_size if n == -1 else n for n in shape)), dtype)
             for name, (dtype, shape) in _FIELDS.items()
         }
-    )  # type: ignore[arg-type]
+    )
 
 
 def empty_rows(rows: int, vocab_size: int) -> SlotState:
@@ -128,14 +131,14 @@ def fill_row(
 class StepInput(NamedTuple):
     """What the host sends for one step. A token with id -1 is a decode row: its id and position are the slot's."""
 
-    ids: np.ndarray  # int32 [T]
-    slots: np.ndarray  # int32 [T]
-    positions: np.ndarray  # int32 [T]
-    starts: np.ndarray  # int32 [G]: first token of each query group (kernels/attention/api.py)
-    counts: np.ndarray  # int32 [G]
-    sample_at: np.ndarray  # int32 [B]: token whose logits choose the slot's next token, -1: none
-    tables: np.ndarray  # int32 [B, M]
-    sizes: np.ndarray  # int32 [1, 3]: tokens, groups, one more than the highest slot that chooses
+    ids: Leaf  # int32 [T]
+    slots: Leaf  # int32 [T]
+    positions: Leaf  # int32 [T]
+    starts: Leaf  # int32 [G]: first token of each query group (kernels/attention/api.py)
+    counts: Leaf  # int32 [G]
+    sample_at: Leaf  # int32 [B]: token whose logits choose the slot's next token, -1: none
+    tables: Leaf  # int32 [B, M]
+    sizes: Leaf  # int32 [1, 3]: tokens, groups, one more than the highest slot that chooses
 
 
 def input_shapes(data: int, slots: int, tokens: int, groups: int, table_width: int) -> StepInput:
@@ -147,7 +150,7 @@ def input_shapes(data: int, slots: int, tokens: int, groups: int, table_width: i
     return StepInput(
         ids=ints(tokens), slots=ints(tokens), positions=ints(tokens), starts=ints(groups), counts=ints(groups),
         sample_at=ints(slots), tables=ints(slots, table_width), sizes=ints(1, 3),
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 class StepResult(NamedTuple):

@@ -245,10 +245,17 @@ def test_nothing_compiles_after_ready(tiny_engine: Engine) -> None:
         prompts.append([rng.randrange(512) for _ in range(rng.choice([1, 2, 31, 32, 33, 127, 128, 129, 400]))])
         params.append(
             SamplingParams(
-                temperature=rng.choice([0.0, 0.5, 1.5]), top_k=rng.choice([0, 1, 40]), top_p=rng.choice([1.0, 0.9]),
-                min_p=rng.choice([0.0, 0.1]), repetition_penalty=rng.choice([1.0, 1.3]),
-                logit_bias=rng.choice([(), ((3, 5.0),)]), seed=i, max_tokens=rng.randint(1, 8),
-                logprobs=rng.choice([None, 0, 20]), digest=rng.random() < 0.2, stop=rng.choice([(), ("w3",)]),
+                temperature=rng.choice([0.0, 0.5, 1.5]),
+                top_k=rng.choice([0, 1, 40]),
+                top_p=rng.choice([1.0, 0.9]),
+                min_p=rng.choice([0.0, 0.1]),
+                repetition_penalty=rng.choice([1.0, 1.3]),
+                logit_bias=rng.choice([(), ((3, 5.0),)]),
+                seed=i,
+                max_tokens=rng.randint(1, 8),
+                logprobs=rng.choice([None, 0, 20]),
+                digest=rng.random() < 0.2,
+                stop=rng.choice([(), ("w3",)]),
             )  # fmt: skip
         )
     answers = tiny_engine.generate(prompts, params)

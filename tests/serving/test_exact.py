@@ -96,7 +96,9 @@ def test_with_cancelled_batch_mates(busy: Engine, expected: tuple) -> None:
     def disturb() -> None:
         rng = random.Random(9)
         while not stop.is_set():
-            emissions = busy.stream([rng.randrange(512) for _ in range(rng.randint(1, 200))], SamplingParams(max_tokens=50))
+            emissions = busy.stream(
+                [rng.randrange(512) for _ in range(rng.randint(1, 200))], SamplingParams(max_tokens=50)
+            )
             for _ in range(rng.randint(1, 5)):
                 next(emissions)
             emissions.close()  # type: ignore[attr-defined]
