@@ -44,6 +44,8 @@ class Execution:
     """Mesh axis over which heads, F and V are split; None: not split."""
     context: int = 8192
     """Positions that can occur."""
+    tpu: bool = False
+    """Compiled for a TPU."""
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of the devices' parts."""
@@ -103,10 +105,11 @@ class Trunk(nnx.Module):
             local = is_local[index]
             weights = _Layer(c, stack, index, run)
             q, k, v = map_rows(weights.project, run.tile, queries.n_tokens, x, angles[local])
-            pool = write_kv(pool, index, k, v, queries, loop=run.tile is not None)
+            pool = write_kv(pool, index, k, v, queries, pin=run.tpu)
             attended = attend(
                 q, pool, index, queries,
                 scale=c.scale, window=local * (c.sliding_window or 0), softcap=c.attention_softcap,
+                pin=run.tpu,
             )  # fmt: skip
             x = map_rows(weights.finish, run.tile, queries.n_tokens, x, attended)
             return x, pool

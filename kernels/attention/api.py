@@ -38,13 +38,14 @@ class Queries(NamedTuple):
 
 
 def write_kv(
-    pool: jax.Array, layer: jax.Array, k: jax.Array, v: jax.Array, queries: Queries, *, loop: bool = True
+    pool: jax.Array, layer: jax.Array, k: jax.Array, v: jax.Array, queries: Queries, *, pin: bool = False
 ) -> jax.Array:
     """The pool with the keys and values `[T, K, H]` of the step's tokens stored at their positions.
 
-    `loop` writes token by token, which XLA:CPU does in place; otherwise one scatter, which suits a TPU.
+    `pin` is for a TPU: it fixes the layout of what is written (and, in `attend`, read) to that of the pool. Without it
+    XLA prefers another one there, and copies the whole pool twice in every layer.
     """
-    return reference.write_kv(pool, layer, k, v, queries, loop=loop)
+    return reference.write_kv(pool, layer, k, v, queries, pin=pin)
 
 
 def attend(
@@ -56,10 +57,11 @@ def attend(
     scale: float,
     window: jax.Array,
     softcap: float | None = None,
+    pin: bool = False,
 ) -> jax.Array:
     """Causal attention of `q` `[T, N, H]` over the pool: `[T, N, H]`.
 
     `window` (int32 []) is the number of tokens a query sees, itself included; 0 means all. `softcap` bounds the
-    logits to +-softcap by a tanh (Gemma 2).
+    logits to +-softcap by a tanh (Gemma 2). For `pin` see `write_kv`.
     """
-    return reference.attend(q, pool, layer, queries, scale=scale, window=window, softcap=softcap)
+    return reference.attend(q, pool, layer, queries, scale=scale, window=window, softcap=softcap, pin=pin)

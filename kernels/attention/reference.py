@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ...configs.engine import BLOCK, NULL_BLOCK
 from .. import numerics
@@ -26,7 +27,7 @@ _NEVER = -1e30
 
 
 def write_kv(
-    pool: jax.Array, layer: jax.Array, k: jax.Array, v: jax.Array, queries: Queries, *, loop: bool
+    pool: jax.Array, layer: jax.Array, k: jax.Array, v: jax.Array, queries: Queries, *, pin: bool
 ) -> jax.Array:
     positions = queries.positions
     known = positions >= 0
@@ -34,11 +35,9 @@ def write_kv(
     blocks = jnp.where(known, blocks, NULL_BLOCK)
     offsets = jnp.where(known, positions % BLOCK, 0)
     kv = jnp.stack([k, v], axis=1).astype(pool.dtype)  # [T, 2, K, H]
-    if not loop:
-        return pool.at[blocks, layer, :, :, offsets].set(kv)
 
     def write(t: jax.Array, pool: jax.Array) -> jax.Array:
-        one = lax.dynamic_index_in_dim(kv, t, 0, keepdims=False)[None, None, :, :, None, :]
+        one = _as_stored(lax.dynamic_index_in_dim(kv, t, 0, keepdims=False)[None, None, :, :, None, :], pin)
         return lax.dynamic_update_slice(pool, one, (blocks[t], layer, 0, 0, offsets[t], 0))
 
     return lax.fori_loop(0, queries.n_tokens, write, pool)
@@ -53,6 +52,7 @@ def attend(
     scale: float,
     window: jax.Array,
     softcap: float | None,
+    pin: bool,
 ) -> jax.Array:
     T, N, H = q.shape
     K = pool.shape[3]
@@ -64,8 +64,9 @@ def attend(
         rows = rows.reshape(GROUP, K, N // K, H).swapaxes(0, 1).reshape(K, GROUP * (N // K), H)
         table = lax.dynamic_index_in_dim(queries.tables, queries.slots[start], 0, keepdims=False)
         result = _attend_group(
-            rows, pool, layer, table, queries.positions[start], count, scale=scale, window=window, softcap=softcap
-        )
+            rows, pool, layer, table, queries.positions[start], count, scale=scale, window=window, softcap=softcap,
+            pin=pin,
+        )  # fmt: skip
         result = result.reshape(K, GROUP, N // K, H).swapaxes(0, 1).reshape(GROUP, N, H)
         # Rows past `count` belong to later groups, which overwrite them.
         return lax.dynamic_update_slice_in_dim(out, result, start, 0)
@@ -84,6 +85,7 @@ def _attend_group(
     scale: float,
     window: jax.Array,
     softcap: float | None,
+    pin: bool,
 ) -> jax.Array:
     K, R, H = q.shape
     positions = position + jnp.repeat(jnp.arange(GROUP, dtype=jnp.int32), R // GROUP)  # [R]
@@ -93,7 +95,8 @@ def _attend_group(
 
     def block(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, acc = carry
-        kv = lax.dynamic_slice(pool, (table[j], layer, 0, 0, 0, 0), (1, 1, 2, K, BLOCK, H))[0, 0].astype(jnp.float32)
+        kv = lax.dynamic_slice(pool, (table[j], layer, 0, 0, 0, 0), (1, 1, 2, K, BLOCK, H))
+        kv = _as_stored(kv, pin)[0, 0].astype(jnp.float32)
         keys = j * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         k, v = jnp.where((keys <= last)[:, None], kv, 0.0)  # blocks are not cleared: their rest may hold anything
         logits = lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)  # [K, R, P]
@@ -115,6 +118,13 @@ def _attend_group(
     first = jnp.maximum(oldest[0], 0) // BLOCK
     _, total, acc = lax.fori_loop(first, last // BLOCK + 1, block, carry)
     return (acc / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype)
+
+
+def _as_stored(x: jax.Array, pin: bool) -> jax.Array:
+    """Part of a pool, in the layout a TPU gives the pool: its longer last axis across the 128 lanes."""
+    if not pin:
+        return x
+    return with_layout_constraint(x, Layout((0, 1, 2, 3, 5, 4) if x.shape[-1] < BLOCK else (0, 1, 2, 3, 4, 5)))
 
 
 def _shrunk(x: jax.Array, factor: jax.Array) -> jax.Array:

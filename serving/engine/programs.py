@@ -67,13 +67,15 @@ def make_mesh(devices: list[Any], config: TrunkConfig, data: int | None = None, 
 
 def execution(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, prefill: bool) -> Execution:
     """How a step runs on this mesh: in tiles of rows on a CPU, whole elsewhere (kernels/tiles.py)."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    platform = mesh.devices.flat[0].platform
+    on_cpu = platform == "cpu"
     tile = engine.prefill_tile if prefill else engine.tile
     return Execution(
         tile=tile if on_cpu else None,
         head_tile=engine.tile if on_cpu else None,
         axis="model" if mesh.shape["model"] > 1 else None,
         context=engine.table_width(config) * BLOCK,
+        tpu=platform == "tpu",
     )
 
 

@@ -41,7 +41,7 @@ def run_pass(
     source = jnp.maximum(inputs.sample_at, 0)
     chosen_at = jnp.where(inputs.sample_at >= 0, positions[source] + 1, 0)  # 0: chooses nothing
     logits = _head(trunk, x[source], n_rows, run)
-    choice = _choose_rows(state, logits, chosen_at, run)
+    choice = _choose_rows(state, logits, chosen_at)
     state = _advance(state, choice, chosen_at)
     result = StepResult(
         tokens=jnp.where(chosen_at > 0, choice.token, -1)[None],
@@ -60,15 +60,15 @@ def _head(trunk: Trunk, x: jax.Array, n_rows: jax.Array, run: Execution) -> jax.
     return map_rows(lambda rows: trunk.logits(rows, run), run.head_tile, n_rows, x)[:slots]
 
 
-def _choose_rows(state: SlotState, logits: jax.Array, chosen_at: jax.Array, run: Execution) -> Choice:
+def _choose_rows(state: SlotState, logits: jax.Array, chosen_at: jax.Array) -> Choice:
     """The choice of every slot that has a position to choose for; fields `[B, ...]`."""
     slots = len(chosen_at)
 
     def one(b: jax.Array) -> Choice:
         return choose(logits[b], state.row(b, chosen_at[b]))
 
-    if run.tile is None:
-        return jax.vmap(one)(jnp.arange(slots))
+    # A loop on every target: `vmap` would turn the conditions inside `choose` into selections, and every row would
+    # pay for the threshold searches that few ask for.
     empty = jax.tree.map(
         lambda s: jnp.zeros((slots, *s.shape), s.dtype), jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
     )
