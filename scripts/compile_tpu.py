@@ -83,7 +83,7 @@ def compile_programs(
         "chip": chip.name,
         "mesh": dict(mesh.shape),
         "dtype": "bfloat16",
-        "settings": {"slots": engine.slots, "context": context, "decode_steps": engine.decode_steps},
+        "settings": {"slots": engine.slots, "context": context, "decode_steps": engine.passes("tpu")},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "umbra")},
         "seconds": round(time.perf_counter() - started, 1),
         "programs": rows,
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         "--mesh", type=mesh_sizes, metavar="data=D,model=M", help="default: model = largest divisor that divides K"
     )
     p.add_argument("--slots", type=positive, default=EngineConfig.slots, help="sequences per data shard")
-    p.add_argument("--decode-steps", type=positive, default=8, help="passes of the decode_n program; 1: leave it out")
+    p.add_argument("--decode-steps", type=positive, help="passes of the decode_n program (8); 1: leave it out")
     p.add_argument("--context", type=positive, default=1024, help="tokens in the KV cache of every sequence")
     p.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
     return p

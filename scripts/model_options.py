@@ -86,16 +86,19 @@ def open_engine(
     import numpy as np
 
     from ..configs.engine import EngineConfig
-    from ..model.load import load_model
-    from ..serving.engine import Engine
+    from ..configs.models import NAMED
+    from ..model.load import load_model, open_source
+    from ..serving.engine import Engine, make_mesh
 
-    devices = None
+    there, devices = jax.devices(), None
     if mesh is not None:
-        wanted, there = mesh[0] * mesh[1], jax.devices()
+        wanted = mesh[0] * mesh[1]
         if wanted > len(there):
             shape = f"data={mesh[0]}, model={mesh[1]}"
             raise ValueError(f"a mesh of {shape} needs {wanted} devices; there are {len(there)}")
         devices = jax.sharding.Mesh(np.asarray(there[:wanted]).reshape(mesh), ("data", "model"))
+    elif len(there) > 1:  # all chips of a TPU host
+        devices = make_mesh(there, NAMED[model] if model in NAMED else open_source(model, progress).config)
     loaded = load_model(model, quant=quant, mesh=devices, progress=progress)
     engine = Engine(loaded, EngineConfig(**sizes), mesh=devices, metrics=metrics)
     engine.start(warm=warm, progress=progress)

@@ -48,9 +48,7 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument(
         "--prefill-chunk", type=int, default=engine.prefill_chunk, help="prompt tokens a step (%(default)s)"
     )
-    sizes.add_argument(
-        "--decode-steps", type=int, default=engine.decode_steps, help="steps a device loop (%(default)s)"
-    )
+    sizes.add_argument("--decode-steps", type=int, help="steps of a device loop (1 on a CPU, 8 on a TPU)")
     sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait (%(default)s)")
     http = p.add_argument_group("server")
     http.add_argument("--host", default=server.host, help="address to listen on (%(default)s)")

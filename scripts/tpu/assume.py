@@ -80,7 +80,7 @@ def min_bytes(load: Load, program: Program, mesh: Mesh, itemsize: int) -> float:
 
 def passes(engine: EngineConfig, program: Program) -> int:
     """Trunk passes of one run of the program."""
-    return engine.decode_steps if program.kind == "decode_n" else 1
+    return engine.passes("tpu") if program.kind == "decode_n" else 1
 
 
 def tokens_per_run(load: Load, program: Program, mesh: Mesh) -> int | None:

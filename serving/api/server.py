@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open: longer than the pools of the common clients keep theirs."""
 
+HTTP_NICE = 5
+"""Niceness of the threads that serve HTTP, on Linux, where it is a property of a thread."""
+
 _AFTER_CANCEL = 1.0
 _ENGINE_CLOSE = 2.0
 
@@ -116,6 +119,9 @@ class _Process:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, loop)
         threading.Thread(target=self._load_and_attach, name="loader", daemon=True).start()
+        # This thread, and the workers it will start, give way to the engine: a late step costs every client.
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), HTTP_NICE)
         await self._server.serve(sockets=[sock])
         self._service.close()
         if self._error is not None:

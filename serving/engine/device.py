@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +20,8 @@ from ...configs.trunk import TrunkConfig
 from .programs import COPY_BLOCKS, Program, programs, step_sizes
 from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
 
+log = logging.getLogger(__name__)
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -25,16 +29,12 @@ class Device:
     """Parameters, KV pool and slot state on a mesh, and the programs that work on them."""
 
     def __init__(self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, jax.Array]) -> None:
-        self.config, self.engine, self.mesh = config, engine, mesh
+        self.config, self.mesh = config, mesh
         self.params = dict(params)
         self.data = mesh.shape["data"]
-        dtype = params["embed"].dtype
-        self.blocks = engine.pool_blocks(config, dtype.itemsize)
-        self.programs = programs(config, engine, mesh, dtype=dtype)
-        self._listed = {
-            program.kind if program.kind != "copy" else program.name[:4]: program for program in self.programs
-        }
-        self._compiled: dict[str, Any] = {}
+        self.passes = engine.passes(mesh.devices.flat[0].platform)
+        self.blocks = engine.pool_blocks(config, params["embed"].dtype.itemsize)
+        self._choose_programs(engine)
         self.layers = jax.device_put(
             np.concatenate([[config.n_layers], np.arange(config.n_layers)]).astype(np.int32), NamedSharding(mesh, P())
         )
@@ -42,15 +42,51 @@ class Device:
         self.state: SlotState
         self.reset()
 
+    def _choose_programs(self, engine: EngineConfig) -> None:
+        self.engine = engine
+        self.programs = programs(self.config, engine, self.mesh, dtype=self.params["embed"].dtype)
+        self._listed = {
+            program.kind if program.kind != "copy" else program.name[:4]: program for program in self.programs
+        }
+        self._compiled: dict[str, Any] = {}
+
     def reset(self) -> None:
         """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
         pool = self._listed["save"].args[0]
         self.pool = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool.sharding)()
+        self._clear_slots()
+
+    def _clear_slots(self) -> None:
         rows = empty_rows(self.data * self.engine.slots, self.config.vocab_size)
         self.state = jax.device_put(rows, NamedSharding(self.mesh, P("data")))
 
     def compile(self, progress: Progress | None = None) -> None:
-        """Compile every program, as many at a time as there are cores, and run each once on nothing."""
+        """Compile every program, as many at a time as there are cores, and run each once."""
+        self._compile_all(progress)
+        if not self._rounds_alike():
+            log.warning("prefill and decode round differently on this machine: prompts run in smaller tiles, slower")
+            self._choose_programs(dataclasses.replace(self.engine, prefill_tile=self.engine.tile))
+            self._compile_all(progress)
+        for kind in ("prefill", "decode", "decode_n"):
+            if kind in self._listed:
+                jax.block_until_ready(self.run(kind, self.new_input(kind == "prefill")))
+        self.admit(self._no_slot(), empty_rows(self.data, self.config.vocab_size))
+        self.load([(0, NULL_BLOCK, self.save([(0, NULL_BLOCK)])[0])])
+        self._clear_slots()
+
+    def _rounds_alike(self) -> bool:
+        """Whether a prefill step and a decode step give the same bits for the same token (kernels/tiles.py says why
+        they should). The one assumption about the compiler that exactness rests on, so it is checked at every start."""
+        logits = []
+        for kind in ("prefill", "decode"):
+            inputs = self.new_input(kind == "prefill")
+            inputs.ids[0], inputs.positions[0], inputs.counts[0], inputs.sample_at[0] = 1, 0, 1, 0
+            inputs.tables[0, 0] = 1
+            inputs.sizes[0] = 1, 1, 1
+            logits.append(np.asarray(self.run(kind, inputs)[1])[0])
+        return bool(np.array_equal(*logits))
+
+    def _compile_all(self, progress: Progress | None) -> None:
         done = 0
         workers = min(len(self.programs), len(os.sched_getaffinity(0)))
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -60,11 +96,6 @@ class Device:
                 done += 1
                 if progress:
                     progress("compiling", done, len(futures))
-        for kind in ("prefill", "decode", "decode_n"):
-            if kind in self._listed:
-                jax.block_until_ready(self.run(kind, self.new_input(kind == "prefill")))
-        self.admit(self._no_slot(), empty_rows(self.data, self.config.vocab_size))
-        self.load([(0, NULL_BLOCK, self.save([(0, NULL_BLOCK)])[0])])
 
     def _get(self, kind: str) -> Any:
         compiled = self._compiled.get(kind)

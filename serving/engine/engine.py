@@ -394,11 +394,11 @@ class Engine:
 
     def _passes(self) -> int:
         """Passes of the next step: several in one device loop, if no prompt waits and no raw logits are wanted."""
-        if self.config.decode_steps == 1 or self._waiting:
+        if self.device.passes == 1 or self._waiting:
             return 1
         running = [seq for shard in self.shards for seq in shard.running]
         alone = all(seq.phase is Phase.DECODE and not seq.params.digest for seq in running)
-        return self.config.decode_steps if alone else 1
+        return self.device.passes if alone else 1
 
     def _make_room(self, shard: Shard, seq: Sequence, tokens: int) -> None:
         """Blocks for `tokens` positions of `seq`, pausing others, or `seq` itself, if need be."""
@@ -464,7 +464,7 @@ class Engine:
         prefill = any(plan.chunks for plan in plans)
         kind = "prefill" if prefill else "decode" if passes == 1 else "decode_n"
         inputs = self.device.new_input(prefill)
-        tokens, groups = step_sizes(self.config, prefill)
+        tokens, groups = step_sizes(self.device.engine, prefill)
         for shard, plan in zip(self.shards, plans, strict=True):
             shard.fill(plan, inputs, tokens, groups)
         result, logits = self.device.run(kind, inputs)

@@ -98,8 +98,9 @@ def programs(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, dtype: An
     check_mesh(config, mesh)
     build = _Builder(config, engine, mesh, jnp.dtype(dtype))
     listed = [build.passes("prefill", 1, prefill=True), build.passes("decode", 1, prefill=False)]
-    if engine.decode_steps > 1:
-        listed.append(build.passes("decode_n", engine.decode_steps, prefill=False))
+    passes = engine.passes(mesh.devices.flat[0].platform)
+    if passes > 1:
+        listed.append(build.passes("decode_n", passes, prefill=False))
     return [*listed, build.admit(), build.save(), build.load()]
 
 

@@ -41,6 +41,24 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+def test_the_server_warms_up_the_same_programs() -> None:
+    """What an engine compiles before it is ready is the list that is compiled for a TPU, name by name."""
+    import jax
+    import jax.numpy as jnp
+
+    from umbra.model.load import load_model
+    from umbra.serving.engine import Engine, make_mesh
+    from umbra.serving.engine.programs import programs
+
+    config = EngineConfig(slots=4, context_length=512, blocks=9, decode_steps=2)
+    with Engine(load_model("tiny"), config) as engine:
+        engine.start()
+        warmed = [program.name for program in engine.programs]
+        assert set(engine.device._compiled) == set(engine.device._listed)
+    mesh = make_mesh(jax.devices()[:1], named("tiny"))
+    assert warmed == [program.name for program in programs(named("tiny"), config, mesh, dtype=jnp.bfloat16)]
+
+
 def test_compiles_exactly_the_programs_of_the_engine(report: dict[str, Any], mesh: Any) -> None:
     import jax.numpy as jnp
 

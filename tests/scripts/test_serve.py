@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -198,3 +199,37 @@ def test_the_command_with_a_model(tmp_path):
         assert process.stdout.read() == ""
     finally:
         process.kill()
+
+
+@contextlib.contextmanager
+def tiny_server(*options: str):
+    """serve.py on the tiny trunk, in a process of its own; yields its address."""
+    command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "tiny", "--port", "0", "--slots", "4",
+               "--context-length", "512", "--kv-memory", "0.01", *options]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("ready ").strip()
+        assert address.startswith("http://127.0.0.1:")
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_the_real_engine_on_one_device_and_on_a_mesh():
+    """The same answers as far as float order allows, and nothing compiled after ready."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    logprobs = []
+    for options in ((), ("--mesh", "data=2,model=2")):
+        with tiny_server(*options) as address:
+            answers = [httpx.post(f"{address}/v1/completions", json=body, timeout=60).json() for _ in range(3)]
+            assert all(answer["usage"]["completion_tokens"] == 12 for answer in answers)
+            each = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in answers]
+            assert each[0] == each[1] == each[2]
+            metrics = httpx.get(f"{address}/metrics").text
+            assert "umbra_compilations_after_ready_total 0.0" in metrics
+            assert "umbra_generated_tokens_total 36.0" in metrics
+            logprobs.append(each[0])
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
