@@ -139,3 +139,25 @@ def test_continuing_from_own_answer_uses_its_blocks(busy: Engine) -> None:
     computed = answers(busy, [(longer, again)], digest=True)[0]
     assert computed.usage.cached_tokens == 0
     assert computed.digests == cached.digests
+
+
+@pytest.mark.real
+def test_the_default_model_alone_and_in_a_batch() -> None:
+    from umbra.configs.prompt_sets import DEFAULT, load_prompts
+    from umbra.model.load import load_model
+
+    model = load_model("smollm2")
+    assert model.chat_template is not None
+    prompts = [
+        model.chat_template.encode(model.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+        for prompt in load_prompts(DEFAULT)[:8]
+    ]
+    work = [
+        (prompt, SamplingParams(temperature=0.8 * (i % 2), top_p=0.95, seed=i, max_tokens=16 + i))
+        for i, prompt in enumerate(prompts)
+    ]
+    with Engine(model, EngineConfig(slots=8, context_length=2048, kv_memory=0.5)) as engine:
+        engine.start()
+        expected = alone(engine, work)
+        engine.shards[0].pool.clear()
+        assert_same(answers(engine, work, digest=True), expected)

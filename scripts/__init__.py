@@ -1,0 +1,1 @@
+"""What people run. The files parse options, call the package and print."""
