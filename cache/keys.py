@@ -21,8 +21,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-BLOCK = 128
-"""Tokens in a block (P)."""
+from ..configs.engine import BLOCK
 
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32

@@ -26,10 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .keys import BLOCK, pack_tokens, packed_block_key
-
-SCRATCH = 0
-"""The block that is never handed out."""
+from ..configs.engine import BLOCK, NULL_BLOCK
+from .keys import pack_tokens, packed_block_key
 
 
 @dataclass
@@ -53,7 +51,7 @@ class BlockPool:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.n_blocks = n_blocks
         self.block_size = block_size
-        self._free = list(range(n_blocks - 1, SCRATCH, -1))
+        self._free = list(range(n_blocks - 1, NULL_BLOCK, -1))
         self._references = [0] * n_blocks
         # References plus published children in use: a block with none, and only then, can be evicted, leaves first.
         self._holds = [0] * n_blocks
@@ -266,7 +264,7 @@ class BlockPool:
     def _check_states(self) -> None:
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
-        assert SCRATCH not in free and not self._holds[SCRATCH], "block 0 was handed out or released"
+        assert NULL_BLOCK not in free and not self._holds[NULL_BLOCK], "block 0 was handed out or released"
         cached = 0
         for block in range(1, self.n_blocks):
             references, holds, published = self._references[block], self._holds[block], block in self._published

@@ -13,6 +13,10 @@ NULL_BLOCK = 0
 """The block that padding writes to. It never belongs to a sequence."""
 
 
+MAX_TOP_LOGPROBS = 20
+"""Most likely tokens that are reported beside the chosen one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Choices that fix the compiled programs. All counts are per data shard of the mesh."""
@@ -22,7 +26,8 @@ class EngineConfig:
     context_length: int | None = None
     """Positions of a sequence, prompt and answer; None: the model's, at most 8,192."""
     kv_memory: float = 2.0
-    """GiB of KV blocks, if `blocks` is not given."""
+    """GiB of KV blocks, if `blocks` is not given; always enough for one full context, never more than four full
+    contexts a slot."""
     blocks: int | None = None
     """KV blocks, the null block included."""
     prefill_chunk: int = 128
@@ -72,11 +77,13 @@ class EngineConfig:
     def pool_blocks(self, trunk: TrunkConfig, itemsize: int) -> int:
         """KV blocks of the pool; a `ValueError` when not even one full context would fit."""
         per_block = trunk.kv_bytes_per_token(itemsize) * BLOCK
-        blocks = self.blocks if self.blocks is not None else int(self.kv_memory * 2**30 // per_block)
         needed = self.table_width(trunk) + 1
-        if blocks < needed:
+        if self.blocks is None:
+            most = 4 * self.slots * self.table_width(trunk) + 1
+            return max(needed, min(most, int(self.kv_memory * 2**30 // per_block)))
+        if self.blocks < needed:
             raise ValueError(
-                f"{blocks} KV blocks ({blocks * per_block / 2**30:.2f} GiB) cannot hold one context of "
+                f"{self.blocks} KV blocks ({self.blocks * per_block / 2**30:.2f} GiB) cannot hold one context of "
                 f"{self.context(trunk)} tokens; {needed} blocks ({needed * per_block / 2**30:.2f} GiB) can"
             )
-        return min(blocks, self.slots * self.table_width(trunk) * 4 + 1)
+        return self.blocks

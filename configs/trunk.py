@@ -102,11 +102,6 @@ class TrunkConfig:
             raise ValueError(f"{self.name}: local layers need sliding_window")
 
     @property
-    def group_size(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.n_heads // self.n_kv_heads
-
-    @property
     def scale(self) -> float:
         """Factor on query-key products."""
         return self.attention_scale if self.attention_scale is not None else 1.0 / math.sqrt(self.head_dim)

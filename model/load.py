@@ -26,7 +26,7 @@ from .weights.source import Source
 from .weights.stored import BFLOAT16
 from .weights.text import load_text
 
-__all__ = ["Model", "ModelError", "abstract_params", "load_model", "open_source", "random_params"]
+__all__ = ["Model", "ModelError", "load_model", "open_source", "random_params"]
 
 RANDOM = ("tiny", "tiny-gemma")
 """Configurations that `load_model` fills with random numbers."""
@@ -95,14 +95,6 @@ def open_source(spec: str, progress: Progress | None = None) -> Source:
         f"no model is called {spec!r}; supported: {', '.join((*fetch.MODELS, *RANDOM))}, hf:ORG/NAME, a .gguf file, "
         "a Hugging Face folder or an Orbax folder"
     )
-
-
-def abstract_params(config: TrunkConfig, dtype: Any, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, type and shardings of the parameters, without memory: programs are compiled against these."""
-    return {
-        path: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=spec.sharding(mesh) if mesh is not None else None)
-        for path, spec in param_specs(config).items()
-    }
 
 
 def random_params(

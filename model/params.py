@@ -9,8 +9,9 @@ Projections are stored `[out, in]`, as model files have them (and as XLA:CPU mul
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..configs.trunk import TrunkConfig
@@ -70,3 +71,11 @@ def param_specs(config: TrunkConfig) -> dict[str, ParamSpec]:
     if not c.tied_embeddings:
         specs["head"] = ParamSpec((V, D), ("vocab", "embed"), fan_in=D)
     return specs
+
+
+def abstract_params(config: TrunkConfig, dtype: Any, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, type and shardings of the parameters, without memory: programs are compiled against these."""
+    return {
+        path: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=spec.sharding(mesh) if mesh is not None else None)
+        for path, spec in param_specs(config).items()
+    }

@@ -155,8 +155,9 @@ class Tokenizer:
         return self._bytes(token_id)
 
     def token_str(self, token_id: int) -> str:
-        """The token as its file writes it, for example `Ġthe`, `▁the` or `<0x0A>`."""
-        return self._vocabulary.tokens[token_id]
+        """The token as its file writes it, for example `Ġthe`, `▁the` or `<0x0A>`; empty past the vocabulary (some
+        models have more rows than tokens)."""
+        return self._vocabulary.tokens[token_id] if token_id < self.vocab_size else ""
 
     def _is_special(self, token_id: int) -> bool:
         return token_id < self.vocab_size and self._vocabulary.kinds[token_id] in (

@@ -17,12 +17,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
 from rich.console import Console
 
-from umbra.scripts.model_options import OneLineParser, mesh_sizes, open_engine, positive, prepare
+from umbra.scripts.model_options import OneLineParser, add_model_options, open_engine, positive, prepare
 
 if TYPE_CHECKING:
     from umbra.model.load import Model
@@ -36,6 +36,10 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """What a model must not send to a terminal: everything that is not text, tab or newline."""
+
+ODD = "the server sent something that is not OpenAI's format"
+
+T = TypeVar("T")
 
 Message = dict[str, str]
 
@@ -85,7 +89,7 @@ class Local:
         self.name = self._model.name
 
     def _open(self, args: argparse.Namespace, progress: Any) -> tuple[Model, Engine]:
-        return open_engine(args.model or "smollm2", args.quant, args.mesh, progress=progress, slots=1, kv_memory=0.5)
+        return open_engine(args.model or "smollm2", args.quant, args.mesh, progress=progress, slots=1)
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
         try:
@@ -117,7 +121,7 @@ class Remote:
             raise ChatError(f"no server answers at {base}: {error or type(error).__name__}") from None
         if listed.status_code != 200:
             raise ChatError(f"the server at {base} says: {_message(listed.content, listed.status_code)}")
-        self.name = args.model or listed.json()["data"][0]["id"]
+        self.name = args.model or _first_model(listed.content)
         self._options = {name: getattr(args, name) for name in ("temperature", "top_p", "seed", "max_tokens")}
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
@@ -138,35 +142,68 @@ class Remote:
             raise ChatError(f"the connection failed: {error or type(error).__name__}") from None
 
     def _pieces(self, response: httpx.Response) -> Iterator[Piece]:
-        finish: str | None = None
+        """Text as it comes, then one last piece: the number of tokens comes after the reason."""
+        last, done = Piece(""), False
         for line in response.iter_lines():
             if not line.startswith("data:"):
                 continue
             data = line.removeprefix("data:").strip()
             if data == "[DONE]":
-                return
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise ChatError(chunk["error"]["message"])
-            for choice in chunk["choices"]:
-                finish = choice["finish_reason"] or finish
-                if choice["delta"].get("content"):
-                    yield Piece(choice["delta"]["content"])
-            if chunk.get("usage"):
-                yield Piece("", finish=finish, total=chunk["usage"]["completion_tokens"])
-        if finish is None:
+                done = True
+                break
+            piece = _piece(data)
+            last.finish = piece.finish or last.finish
+            last.total = piece.total if piece.total is not None else last.total
+            if piece.text:
+                yield Piece(piece.text)
+        if last.finish is None and not done:
             raise ChatError("the server ended the answer early")
+        yield last
 
     def close(self) -> None:
         self._http.close()
+
+
+NOT_OURS = (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError)
+"""What reading JSON of an unexpected shape raises."""
 
 
 def _message(body: bytes, status: int) -> str:
     """The sentence of an error reply."""
     try:
         return f"{json.loads(body)['error']['message']} (status {status})"
-    except (ValueError, KeyError, TypeError):
+    except NOT_OURS:
         return f"status {status}"
+
+
+def _first_model(body: bytes) -> str:
+    """The first model of a list of models."""
+    try:
+        return _of(str, json.loads(body)["data"][0]["id"])
+    except NOT_OURS:
+        raise ChatError(ODD) from None
+
+
+def _piece(data: str) -> Piece:
+    """One chunk of a streamed answer; text, reason and total may each be missing."""
+    try:
+        chunk = json.loads(data)
+        if chunk.get("error"):
+            raise ChatError(_of(str, chunk["error"]["message"]))
+        choices, usage = chunk["choices"], chunk.get("usage")
+        return Piece(
+            "".join(choice["delta"].get("content") or "" for choice in choices),
+            finish=next((_of(str, one["finish_reason"]) for one in choices if one.get("finish_reason")), None),
+            total=_of(int, usage["completion_tokens"]) if usage else None,
+        )
+    except NOT_OURS:
+        raise ChatError(ODD) from None
+
+
+def _of(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind}, got {type(value)}")
+    return value
 
 
 class Speed:
@@ -295,17 +332,17 @@ class Chat:
 
 def parser() -> argparse.ArgumentParser:
     p = OneLineParser(prog="chat.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    p.add_argument("--model", metavar="M", help="as for serve.py (default smollm2); with --url: a model of that server")
-    p.add_argument("--url", metavar="U", help="chat with a running server instead of loading a model")
+    add_model_options(p)
+    p.set_defaults(model=None)  # with --url: whichever the server has
+    p.add_argument(
+        "--url", metavar="U", help="chat with a running server instead; --model is then one of its models"
+    )
     p.add_argument("--api-key", metavar="KEY", help="key for --url (or $UMBRA_API_KEY)")
     p.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
     p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens that add up to this (default 1)")
     p.add_argument("--seed", type=int, metavar="N", help="makes answers with a temperature repeatable")
     p.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="tokens of an answer (%(default)s)")
-    p.add_argument("--quant", default="auto", help="form of the weights: auto (default) or none")
-    p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
-    p.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")
     return p
 
 

@@ -21,7 +21,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from umbra.configs.prompt_sets import Prompt, PromptFileError, load_prompts
 from umbra.model.weights.errors import ModelError
-from umbra.scripts.model_options import OneLineParser, add_model_options, open_engine, positive, prepare
+from umbra.scripts.model_options import (
+    OneLineParser,
+    add_draft_option,
+    add_model_options,
+    open_engine,
+    positive,
+    prepare,
+)
 from umbra.scripts.resumable import ResumableRows
 from umbra.serving.console import StartupProgress
 
@@ -41,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", required=True, type=Path, metavar="F", help="JSON lines: question_id, category, turns")
     p.add_argument("--out", required=True, type=Path, metavar="O", help="file to write, one line per prompt")
     add_model_options(p)
+    add_draft_option(p)
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="requests in flight at once (default 1)")
     p.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     p.add_argument("--all-turns", action="store_true", help="all user messages of a prompt, with the answers between")

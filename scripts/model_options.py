@@ -55,9 +55,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model", default="smollm2", metavar="M",
         help="smollm2 (default), gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
     )  # fmt: skip
-    parser.add_argument("--quant", default="auto", help="form of the weights: auto (default) or none")
+    parser.add_argument(
+        "--quant", default="auto", type=only("quant", "auto", "none"),
+        help="auto (default) or none: both float32 on a CPU and bfloat16 on a TPU, until there are quantised kernels",
+    )  # fmt: skip
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
     parser.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")
+
+
+def add_draft_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", default="off", type=only("draft", "off"), help="where drafted tokens come from: off (default)"
     )
@@ -83,23 +89,20 @@ def open_engine(
     `warm=False` compiles every program when it is first needed.
     """
     import jax
-    import numpy as np
 
     from ..configs.engine import EngineConfig
     from ..configs.models import NAMED
     from ..model.load import load_model, open_source
     from ..serving.engine import Engine, make_mesh
 
-    there, devices = jax.devices(), None
-    if mesh is not None:
-        wanted = mesh[0] * mesh[1]
-        if wanted > len(there):
-            shape = f"data={mesh[0]}, model={mesh[1]}"
-            raise ValueError(f"a mesh of {shape} needs {wanted} devices; there are {len(there)}")
-        devices = jax.sharding.Mesh(np.asarray(there[:wanted]).reshape(mesh), ("data", "model"))
-    elif len(there) > 1:  # all chips of a TPU host
-        devices = make_mesh(there, NAMED[model] if model in NAMED else open_source(model, progress).config)
-    loaded = load_model(model, quant=quant, mesh=devices, progress=progress)
-    engine = Engine(loaded, EngineConfig(**sizes), mesh=devices, metrics=metrics)
+    devices, over = jax.devices(), None
+    if mesh is not None or len(devices) > 1:
+        config = NAMED[model] if model in NAMED else open_source(model, progress).config
+        wanted = mesh[0] * mesh[1] if mesh is not None else len(devices)
+        if wanted > len(devices):
+            raise ValueError(f"a mesh of {wanted} devices was asked for; there are {len(devices)}")
+        over = make_mesh(devices[:wanted], config, *(mesh or (None, None)))
+    loaded = load_model(model, quant=quant, mesh=over, progress=progress)
+    engine = Engine(loaded, EngineConfig(**sizes), mesh=over, metrics=metrics)
     engine.start(warm=warm, progress=progress)
     return loaded, engine

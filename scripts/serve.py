@@ -2,7 +2,8 @@
 
     python scripts/serve.py --model smollm2 --port 8000
 
-Prints one line `ready http://HOST:PORT` on stdout once every program is compiled; logs go to stderr.
+Prints one line `ready http://HOST:PORT` on stdout once every program is compiled (with --no-warmup: once the model is
+loaded); logs go to stderr. Ends with exit code 0 after a stop signal, 1 when the start or later the engine failed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
-from umbra.scripts.model_options import OneLineParser, mesh_sizes, open_engine, positive, prepare
+from umbra.scripts.model_options import OneLineParser, add_model_options, open_engine, prepare
 
 if TYPE_CHECKING:
     from umbra.serving.api.server import Load
@@ -28,23 +29,18 @@ SIZES = ("slots", "context_length", "kv_memory", "prefill_chunk", "decode_steps"
 def parser() -> argparse.ArgumentParser:
     engine, server = EngineConfig(), ServerConfig()
     p = OneLineParser(prog="serve.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    model = p.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        default="smollm2",
-        metavar="M",
-        help="smollm2 (default), gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
-    )
-    model.add_argument("--quant", default="auto", help="form of the weights: auto (default) or none")
-    model.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
-    model.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")
-    model.add_argument(
-        "--no-warmup", action="store_true", help="compile at first use: ready sooner, then slow at first"
-    )
+    add_model_options(p)
+    p.add_argument("--no-warmup", action="store_true", help="compile at first use: ready sooner, then slow at first")
     sizes = p.add_argument_group("sizes")
-    sizes.add_argument("--slots", type=int, default=engine.slots, help="sequences that run at once (%(default)s)")
+    sizes.add_argument(
+        "--slots", type=int, default=engine.slots,
+        help="sequences that run at once, per data shard of the mesh (%(default)s)",
+    )  # fmt: skip
     sizes.add_argument("--context-length", type=int, help="positions of a sequence (the model's, at most 8192)")
-    sizes.add_argument("--kv-memory", type=float, default=engine.kv_memory, help="GiB of KV blocks (%(default)s)")
+    sizes.add_argument(
+        "--kv-memory", type=float, default=engine.kv_memory,
+        help="GiB of KV blocks, per data shard of the mesh (%(default)s)",
+    )  # fmt: skip
     sizes.add_argument(
         "--prefill-chunk", type=int, default=engine.prefill_chunk, help="prompt tokens a step (%(default)s)"
     )
@@ -78,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return serve(args, config, sizes)
     except Exception as error:
-        logging.getLogger(__name__).debug("start failed", exc_info=True)
+        logging.getLogger(__name__).debug("the server ends", exc_info=True)
         print(f"serve.py: {one_line(error)}", file=sys.stderr)
         return 1
 
@@ -138,7 +134,7 @@ def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
             model.name,
             model.quant,
             engine.context_length,
-            sizes["slots"],
+            engine.stats().total_slots,
             engine.system_fingerprint,
             engine.numerics_class,
         )

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import os
+from pathlib import Path
 
 from ..model.files import cache_dir
 
+GOOGLE_PCI_VENDOR = "0x1ae0"
+
 
 def has_tpu() -> bool:
-    """Whether this machine has a TPU device (not: whether libtpu is installed)."""
-    return bool(glob.glob("/dev/accel*")) or bool(glob.glob("/dev/vfio/[0-9]*")) and "TPU_WORKER_ID" in os.environ
+    """Whether this machine has a TPU device (not: whether libtpu is installed): `/dev/accel0` on older hosts, and a
+    PCI device of Google's with a VFIO group on those since v5e."""
+    if list(Path("/dev").glob("accel[0-9]*")):
+        return True
+    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
+        with contextlib.suppress(OSError):
+            if vendor.read_text().strip() == GOOGLE_PCI_VENDOR:
+                return bool(list(Path("/dev/vfio").glob("[0-9]*")))
+    return False
 
 
 def setup(threads: int | None = None, devices: int | None = None) -> None:

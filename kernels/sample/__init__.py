@@ -1,7 +1,7 @@
 """Choosing the next token of a row from its logits."""
 
-from .base import TOP_LOGPROBS, Choice, RowParams
+from .base import Choice, RowParams
 from .noise import choice_seed, gumbel, seed_words, threefry2x32
 from .reference import choose
 
-__all__ = ["TOP_LOGPROBS", "Choice", "RowParams", "choice_seed", "choose", "gumbel", "seed_words", "threefry2x32"]
+__all__ = ["Choice", "RowParams", "choice_seed", "choose", "gumbel", "seed_words", "threefry2x32"]

@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 from jax import Array
 
-TOP_LOGPROBS = 20
-"""Most likely tokens that can be reported beside the chosen one."""
-
 
 class RowParams(NamedTuple):
     """How one row chooses its token: array values, so that any mix of requests runs the same program."""
@@ -49,6 +46,7 @@ class Choice(NamedTuple):
     logprob: Array
     """float32 []; of the token under the raw logits, 0 unless `n_logprobs` >= 0. -inf if the model excludes it."""
     top_ids: Array
-    """int32 [TOP_LOGPROBS]; most likely first, the lower id on ties; -1 where there is none or none was asked for."""
+    """int32 [MAX_TOP_LOGPROBS]; most likely first, the lower id on ties; -1 where there is none or none was asked
+    for."""
     top_logprobs: Array
-    """float32 [TOP_LOGPROBS]; 0 where `top_ids` is -1."""
+    """float32 [MAX_TOP_LOGPROBS]; 0 where `top_ids` is -1."""

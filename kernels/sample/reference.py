@@ -23,8 +23,9 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from ...configs.engine import MAX_TOP_LOGPROBS
 from ..numerics import MIN_NORMAL, exp, key_bits, log, ordered_sum, product
-from .base import TOP_LOGPROBS, Choice, RowParams
+from .base import Choice, RowParams
 from .noise import gumbel
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
@@ -146,8 +147,8 @@ def _logprobs(raw: Array, token: Array, n: Array) -> tuple[Array, Array, Array]:
     log_total = log(jnp.maximum(ordered_sum(exp(below)), np.float32(1)))
 
     def top() -> tuple[Array, Array]:
-        values, ids = lax.top_k(below, min(TOP_LOGPROBS, raw.shape[0]))
-        missing = TOP_LOGPROBS - ids.shape[0]
+        values, ids = lax.top_k(below, min(MAX_TOP_LOGPROBS, raw.shape[0]))
+        missing = MAX_TOP_LOGPROBS - ids.shape[0]
         return jnp.pad(ids, (0, missing), constant_values=-1), jnp.pad(values - log_total, (0, missing))
 
     top_ids, top_logprobs = lax.cond(n > 0, top, lambda: _no_logprobs()[1:])
@@ -155,4 +156,4 @@ def _logprobs(raw: Array, token: Array, n: Array) -> tuple[Array, Array, Array]:
 
 
 def _no_logprobs() -> tuple[Array, Array, Array]:
-    return jnp.float32(0), jnp.full(TOP_LOGPROBS, -1, jnp.int32), jnp.zeros(TOP_LOGPROBS, jnp.float32)
+    return jnp.float32(0), jnp.full(MAX_TOP_LOGPROBS, -1, jnp.int32), jnp.zeros(MAX_TOP_LOGPROBS, jnp.float32)

@@ -7,7 +7,6 @@ are being decoded. On a CPU the finished buffer *is* the JAX array's memory (JAX
 from __future__ import annotations
 
 import concurrent.futures
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ...configs.trunk import TrunkConfig
+from ..machine import cores
 from ..params import param_specs
 from .placement import Piece
 from .stored import OpenFiles, row_spans
@@ -101,4 +101,4 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) 
 
 
 def _workers() -> int:
-    return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+    return min(8, cores())

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from ...configs.prompt_sets import DEFAULT, PromptFileError
+from ...model.machine import cores
 from ...model.weights.errors import ModelError
-from ..model_options import OneLineParser, add_model_options, positive
+from ..model_options import OneLineParser, add_draft_option, add_model_options, positive
 from . import harness, serve
-from .machine import available_threads
 from .plan import MIN_TOKENS, Plan
 from .processes import BenchError
 from .report import save, show
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     for bench, about in ABOUT.items():
         sub = benches.add_parser(bench, help=about, description=about, allow_abbrev=False)
         add_model_options(sub)
+        add_draft_option(sub)
         sub.add_argument("--against", type=_peers(bench), default=(), metavar="PEER,...", help=_peers_help(bench))
         sub.add_argument("--prompts", type=Path, default=DEFAULT, metavar="F.jsonl", help="prompt file (default: ours)")
         sub.add_argument("--rounds", type=positive, default=3, metavar="N", help="turns of every system (default 3)")
@@ -111,7 +112,7 @@ def _peers(bench: str) -> Callable[[str], tuple[str, ...]]:
 def plan_of(args: argparse.Namespace) -> Plan:
     """The command line as a plan; a `ValueError` for options that do not fit together."""
     values = {key: value for key, value in vars(args).items() if key != "json"}
-    values["threads"] = args.threads or available_threads()
+    values["threads"] = args.threads or cores()
     if args.bench == "decode" and args.max_tokens < MIN_TOKENS:
         raise ValueError(f"decode needs --max-tokens of at least {MIN_TOKENS}, got {args.max_tokens}")
     if args.bench == "batch":

@@ -7,16 +7,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from ...model.machine import cores
+
 FLAGS = (
     "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16",
     "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve",
 )  # fmt: skip
 """Instruction sets that decide how fast a CPU runs a model."""
-
-
-def available_threads() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
@@ -25,7 +22,7 @@ def machine() -> dict[str, Any]:
     there = set((info.get("flags") or info.get("Features") or "").split())
     return {
         "cpu": info.get("model name") or platform.processor() or platform.machine(),
-        "cores": available_threads(),
+        "cores": cores(),
         "flags": [flag for flag in FLAGS if flag in there],
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

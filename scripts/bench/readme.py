@@ -43,7 +43,7 @@ def figures(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     if "serve" in benches:
         made["start"] = start(benches["serve"])
     if benches:
-        made["machine"] = machine(next(iter(benches.values())))
+        made["machine"] = machine(list(benches.values()))
     if compiled:
         made["tpu"] = "\n" + tpu(compiled) + "\n"
     return made
@@ -63,38 +63,52 @@ def speeds(report: dict[str, Any]) -> str:
         for name, label in SHOWN.items()
         if name in ratio
     ]
-    return "; ".join([f"**{summary['umbra']['tok_s']:,.1f} tokens/s**", *peers])
+    return "; ".join([f"**{summary['umbra']['tok_s']:,.1f} tokens/s**", *peers, rounds(report)])
+
+
+def rounds(report: dict[str, Any]) -> str:
+    """How the figures of a report came about."""
+    count, turns = report["settings"]["rounds"], ", systems taking turns" if len(report["summary"]) > 1 else ""
+    return f"medians of {count} rounds{turns}" if count > 1 else "one round"
 
 
 def serving(report: dict[str, Any]) -> str:
     """Latencies and throughput of every server."""
     parts = []
     for name, entry in report["summary"].items():
-        first = " / ".join(f"{entry[f'ttft{p}_ms']:,.0f}" for p in ("", "_p90", "_p99"))
-        between = " / ".join(f"{entry[f'between{p}_ms']:,.0f}" for p in ("", "_p90", "_p99"))
+        first, between = percentiles(entry, "ttft"), percentiles(entry, "between")
         parts.append(
-            f"{name}: first token {first} ms (p50 / p90 / p99), between tokens {between} ms, "
+            f"{name}: first token {first} (p50 / p90 / p99), between tokens {between}, "
             f"{entry['requests_s']:.2f} requests/s, {entry['errors']:.0f} errors"
         )
-    return "; ".join(parts)
+    return "; ".join([*parts, rounds(report)])
+
+
+def percentiles(entry: dict[str, Any], figure: str) -> str:
+    """p50, p90 and p99 of a time; `-` where no request had one."""
+    values = [entry.get(f"{figure}{p}_ms") for p in ("", "_p90", "_p99")]
+    return " / ".join("-" if value is None else f"{value:,.0f}" for value in values) + " ms"
 
 
 def start(report: dict[str, Any]) -> str:
+    """Two starts with a cache of their own, or one with the user's."""
     ours = report["summary"]["umbra"]
+    if "second_start_s" not in ours:
+        return f"**{ours['start_s']:.1f} s** (one start, with whatever was compiled before)"
     return f"**{ours['second_start_s']:.1f} s** (the first, with nothing compiled: {ours['first_start_s']:.1f} s)"
 
 
-def machine(report: dict[str, Any]) -> str:
-    m, v = report["machine"], report["versions"]
+def machine(reports: Sequence[dict[str, Any]]) -> str:
+    """The machine of the first report, and the versions of all: each names only the systems that it measured."""
+    m = reports[0]["machine"]
+    v = {name: version for report in reports for name, version in report["versions"].items()}
     wide = next(
         (flag for flag in ("avx512_vnni", "avx512f", "avx2") if flag in m["flags"]), "no vector extension named"
     )
     versions = ", ".join(
         f"{name} {v[name]}" for name in ("jax", "llama-cpp-python", "transformers", "torch") if name in v
     )
-    return (
-        f"{m['cpu']}, {m['cores']} cores, {wide}, {m['memory_gib']:.0f} GiB; {versions}. Medians, systems taking turns."
-    )
+    return f"{m['cpu']}, {m['cores']} cores, {wide}, {m['memory_gib']:.0f} GiB; {versions}."
 
 
 def tpu(reports: Sequence[dict[str, Any]]) -> str:

@@ -63,7 +63,7 @@ def min_bytes(load: Load, program: Program, mesh: Mesh, itemsize: int) -> float:
     """
     config, model = load.config, mesh.shape["model"]
     per_token = 2 * config.n_kv_heads * config.head_dim * itemsize / model
-    if program.kind == "copy":
+    if program.kind in ("save", "load"):
         return 2.0 * COPY_BLOCKS * BLOCK * config.n_layers * per_token
     if program.kind == "admit":
         row = program.args[2]

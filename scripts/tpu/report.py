@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -10,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from ...model.machine import cores
 from ...serving.engine.programs import Program
 from . import assume, hlo, traffic
 from .chips import Chip
@@ -25,7 +25,7 @@ def compile_all(
 ) -> list[dict[str, Any]]:
     """One row per program, in the order of `programs`; `progress(name, done, total)` after each."""
     rows: dict[str, dict[str, Any]] = {}
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(max_workers=cores()) as pool:
         jobs = {pool.submit(row, p, load, mesh, chip, itemsize): p.name for p in programs}
         for done, job in enumerate(as_completed(jobs), start=1):
             rows[jobs[job]] = job.result()

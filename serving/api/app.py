@@ -59,11 +59,12 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["operations"])
     async def readyz() -> Response:
-        """200 once every program is compiled; 503 before that and during shutdown."""
-        if service.ready:
-            return JSONResponse({"status": "ready"})
-        status = "stopping" if service.stopping else "starting"
-        return JSONResponse({"status": status, "progress": service.progress}, 503, {"retry-after": "1"})
+        """200 while requests are taken; 503 while the model loads and its programs are compiled, during shutdown, and
+        when the engine has failed."""
+        status = service.status
+        if status == "starting":
+            return JSONResponse({"status": status, "progress": service.progress}, 503, {"retry-after": "1"})
+        return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     @app.get("/metrics", tags=["operations"], response_class=Response)
     async def metrics() -> Response:

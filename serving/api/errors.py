@@ -94,7 +94,7 @@ def from_engine(error: Exception, prompt_param: str) -> Exception:
     if isinstance(error, ValueError):
         return from_value_error(error)
     if isinstance(error, EngineStopped):
-        return unavailable(f"The server cannot take requests: {error}", "engine_stopped", 5.0)
+        return unavailable("The engine does not take requests", "engine_stopped", 5.0)
     return error
 
 

@@ -22,7 +22,12 @@ ROLES = ("system", "developer", "user", "assistant")
 
 async def chat_completions(request: Request, service: Service) -> Response:
     loaded = service.loaded
-    body = await read_json(request, service, lambda data: parse(ChatBody, data))
+    call = await read_json(request, service, lambda data: _call(data, service, loaded))
+    return await respond(request, service, call)
+
+
+def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
+    body = parse(ChatBody, data)
     ignored = check_options(body, service, loaded)
     messages = template_messages(body.messages)
     if loaded.model.chat_template is None or loaded.model.tokenizer is None:
@@ -32,7 +37,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
     params = sampling_params(
         body, loaded, max_tokens=getattr(body, max_name), max_name=max_name, logprobs=_logprobs(body)
     )
-    call = Call(
+    return Call(
         body=body,
         loaded=loaded,
         shape=_ChatShape(loaded, params.logprobs is not None),
@@ -42,7 +47,6 @@ async def chat_completions(request: Request, service: Service) -> Response:
         prompt_param="messages",
         ignored=ignored,
     )
-    return await respond(request, service, call)
 
 
 def encode(loaded: Loaded, messages: list[dict[str, Any]]) -> list[int]:

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 
 from ..engine.request import Emission, TokenLogprob
 from .body import read_json
-from .errors import bad_request, unsupported
+from .errors import ApiError, bad_request, context_exceeded, unsupported
 from .openai import FINISH, Call, TextAligner, aligner, finite, respond, token_bytes
 from .openai_options import check_ids, check_logprobs, check_options, choices_of, out_of_range, sampling_params
 from .schemas import CompletionBody, parse
@@ -23,45 +23,64 @@ Prompt = str | list[int]
 
 async def completions(request: Request, service: Service) -> Response:
     loaded = service.loaded
-    body = await read_json(request, service, lambda data: parse(CompletionBody, data))
+    call = await read_json(request, service, lambda data: _call(data, service, loaded))
+    return await respond(request, service, call)
+
+
+def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
+    body = parse(CompletionBody, data)
     ignored = check_options(body, service, loaded)
-    prompts = _prompts(body, loaded)
-    _check(body, len(prompts), service.config.max_choices)
+    prompts = _prompts(body)
+    _check(body, len(prompts), loaded.max_choices(service.config))
+    for i, prompt in enumerate(prompts):
+        _check_prompt(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", loaded)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     logprobs = check_logprobs(body.logprobs, "logprobs")
     params = sampling_params(body, loaded, max_tokens=max_tokens, max_name="max_tokens", logprobs=logprobs)
-    call = Call(
+    shape = _TextShape(loaded, logprobs is not None, choices_of(body))
+
+    def encode() -> list[Sequence[int]]:
+        if body.echo:
+            shape.echoed = [_text(loaded, prompt) for prompt in prompts]
+        return [_encode(loaded, prompt, bool(body.parse_special)) for prompt in prompts]
+
+    return Call(
         body=body,
         loaded=loaded,
-        shape=_TextShape(loaded, logprobs is not None, _echoed(body, prompts, loaded), choices_of(body)),
+        shape=shape,
         params=params,
-        encode=lambda: [_encode(loaded, prompt, bool(body.parse_special)) for prompt in prompts],
+        encode=encode,
         prompts=len(prompts),
         prompt_param="prompt",
         ignored=ignored,
     )
-    return await respond(request, service, call)
 
 
-def _prompts(body: CompletionBody, loaded: Loaded) -> list[Prompt]:
-    """The prompts as a list. Token ids are checked against the vocabulary, text needs a tokenizer."""
+def _prompts(body: CompletionBody) -> list[Prompt]:
+    """The prompts as a list."""
     prompt = body.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]  # type: ignore[list-item]
+    if not prompt:
+        raise _empty()
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def _empty() -> ApiError:
+    return bad_request("Invalid 'prompt': empty array. Expected at least one token or text.", "prompt", "empty_array")
+
+
+def _check_prompt(prompt: Prompt, name: str, loaded: Loaded) -> None:
+    """Token ids must be tokens of the vocabulary, and few enough to be looked at; text needs a tokenizer."""
     if isinstance(prompt, str):
-        prompts: list[Prompt] = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        prompts = [check_ids(prompt, loaded.vocab_size, "prompt")]  # type: ignore[list-item]
+        if loaded.model.tokenizer is None:
+            raise unsupported("prompt", f"The model '{loaded.name}' has no tokenizer; supported: arrays of token ids")
+    elif not prompt:
+        raise _empty()
+    elif len(prompt) >= loaded.engine.context_length:
+        raise context_exceeded("prompt", str(len(prompt)), loaded.engine.context_length)
     else:
-        prompts = list(prompt)  # type: ignore[arg-type]
-        for i, ids in enumerate(prompts):
-            if not isinstance(ids, str):
-                check_ids(ids, loaded.vocab_size, f"prompt[{i}]")
-    if not prompts or any(prompt == [] for prompt in prompts):
-        raise bad_request(
-            "Invalid 'prompt': empty array. Expected at least one token or text.", "prompt", "empty_array"
-        )
-    if loaded.model.tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
-        raise unsupported("prompt", f"The model '{loaded.name}' has no tokenizer; supported: arrays of token ids")
-    return prompts
+        check_ids(prompt, loaded.vocab_size, name)
 
 
 def _check(body: CompletionBody, prompts: int, max_choices: int) -> None:
@@ -94,15 +113,12 @@ def _encode(loaded: Loaded, prompt: Prompt, special: bool) -> Sequence[int]:
     return ids
 
 
-def _echoed(body: CompletionBody, prompts: Sequence[Prompt], loaded: Loaded) -> list[str]:
-    """What each prompt's choices begin with: the prompt if `echo` is set."""
-    if not body.echo:
-        return [""] * len(prompts)
+def _text(loaded: Loaded, prompt: Prompt) -> str:
+    """The prompt as `echo` shows it."""
+    if isinstance(prompt, str):
+        return prompt
     tokenizer = loaded.model.tokenizer
-    return [
-        prompt if isinstance(prompt, str) else "" if tokenizer is None else tokenizer.decode(prompt, skip_special=False)
-        for prompt in prompts
-    ]
+    return "" if tokenizer is None else tokenizer.decode(prompt, skip_special=False)
 
 
 class _TextShape:
@@ -110,10 +126,11 @@ class _TextShape:
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, loaded: Loaded, logprobs: bool, echoed: Sequence[str], n: int) -> None:
+    def __init__(self, loaded: Loaded, logprobs: bool, n: int) -> None:
+        self.echoed: Sequence[str] = ()
+        """What the choices of each prompt begin with; empty for nothing."""
         self._loaded = loaded
         self._logprobs = logprobs
-        self._echoed = echoed
         self._n = n
         self._started: set[int] = set()
         self._aligners: dict[int, TextAligner] = {}
@@ -137,7 +154,7 @@ class _TextShape:
         return {"index": index, "text": text, "logprobs": listed, "finish_reason": finish}
 
     def _echo(self, index: int) -> str:
-        return self._echoed[index // self._n]
+        return self.echoed[index // self._n] if self.echoed else ""
 
     def _listed(self, index: int, emission: Emission) -> dict[str, Any] | None:
         if not self._logprobs:

@@ -62,8 +62,9 @@ def check_options(body: SamplingBody, service: Service, loaded: Loaded) -> list[
     if body.stream_options is not None and not body.stream:
         raise bad_request("The 'stream_options' parameter is only allowed when 'stream' is true.", "stream_options")
     n = choices_of(body)
-    if not 1 <= n <= service.config.max_choices:
-        raise out_of_range("n", 1, service.config.max_choices, n)
+    most = loaded.max_choices(service.config)
+    if not 1 <= n <= most:
+        raise out_of_range("n", 1, most, n)
     if len(stops(body)) > service.config.max_stop:
         message = f"Invalid 'stop': at most {service.config.max_stop} sequences are supported, got {len(stops(body))}."
         raise bad_request(message, "stop", "array_above_max_length")

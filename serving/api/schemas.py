@@ -1,7 +1,7 @@
 """Bodies of the OpenAI protocol: their types, and what a body that does not fit is told.
 
 Types are strict (no string becomes a number) and numbers finite. Unknown keys are kept: the protocol wants them
-ignored, but `openai.py` refuses those that would change the answer.
+ignored, but `openai_options.py` refuses those that would change the answer.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import uvicorn
 
+from ..engine import EngineStopped
 from .app import create_app
 from .service import EnginePort, ModelPort, Service
 
@@ -31,6 +32,7 @@ KEEP_ALIVE = 75
 HTTP_NICE = 5
 """Niceness of the threads that serve HTTP, on Linux, where it is a property of a thread."""
 
+_WATCH = 1.0
 _AFTER_CANCEL = 1.0
 _ENGINE_CLOSE = 2.0
 
@@ -74,7 +76,8 @@ def url(host: str, sock: socket.socket, tls: Tls | None = None) -> str:
 
 
 def run(service: Service, sock: socket.socket, load: Load, on_ready: Callable[[], None], tls: Tls | None = None) -> int:
-    """Serve until a signal says stop; the exit code of the process. A failed `load` is raised."""
+    """Serve until a signal says stop; the exit code of the process. A failed `load` is raised, and so is the death of
+    the engine, as `EngineStopped`."""
     config = uvicorn.Config(
         create_app(service),
         log_config=None,
@@ -122,35 +125,55 @@ class _Process:
         # This thread, and the workers it will start, give way to the engine: a late step costs every client.
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), HTTP_NICE)
+        watch = asyncio.create_task(self._watch_engine())
         await self._server.serve(sockets=[sock])
+        watch.cancel()
         self._service.close()
-        if self._error is not None:
-            raise self._error
 
     def finish(self) -> None:
-        """Close the engine. What cannot be interrupted (a compilation, a step that hangs) is left behind."""
-        if self._engine is not None:
-            closer = threading.Thread(target=self._engine.close, name="closer", daemon=True)
-            closer.start()
-            closer.join(_ENGINE_CLOSE)
-            if not closer.is_alive():
-                return
-            log.warning("the engine did not stop within %g s", _ENGINE_CLOSE)
+        """Close the engine; raises what ended the server, if that was no signal. What cannot be interrupted (a
+        compilation, a step that hangs) is left behind."""
+        loading = self._engine is None and self._error is None
+        if not loading and self._closed():
+            if self._error is not None:
+                raise self._error
+            return
+        if self._error is not None:
+            log.error("%s", self._error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # interpreter shutdown would wait for, or crash in, threads that are inside XLA
+        # Interpreter shutdown would wait for, or crash in, threads that are inside XLA.
+        os._exit(0 if self._error is None else 1)
+
+    def _closed(self) -> bool:
+        """Close the engine, if there is one; whether it closed in time."""
+        if self._engine is None:
+            return True
+        closer = threading.Thread(target=self._engine.close, name="closer", daemon=True)
+        closer.start()
+        closer.join(_ENGINE_CLOSE)
+        if closer.is_alive():
+            log.warning("the engine did not stop within %g s", _ENGINE_CLOSE)
+        return not closer.is_alive()
 
     def _load_and_attach(self) -> None:
         try:
-            engine, model = self._load(self._service)
+            self._engine, model = self._load(self._service)
+            self._service.attach(self._engine, model)
+            if not self._service.stopping:
+                self._on_ready()
         except BaseException as error:
-            self._error = error
-            self._server.should_exit = True
-            return
-        self._engine = engine
-        self._service.attach(engine, model)
-        if not self._service.stopping:
-            self._on_ready()
+            self._end_with(error)
+
+    async def _watch_engine(self) -> None:
+        """A server whose engine has died ends: whoever started it is to start another."""
+        while self._engine is None or self._engine.failed is None:
+            await asyncio.sleep(_WATCH)
+        self._end_with(EngineStopped(self._engine.failed))
+
+    def _end_with(self, error: BaseException) -> None:
+        self._error = error
+        self._server.should_exit = True
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._service.stopping:

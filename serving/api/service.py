@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+from ...configs.engine import EngineConfig
 from ...configs.server import ServerConfig
 from ..engine.request import Emission, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, merge
 from .errors import ApiError, ClientGone, context_exceeded, from_engine, unavailable
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -29,7 +33,14 @@ class EnginePort(Protocol):
     """What the server needs of the engine."""
 
     @property
+    def config(self) -> EngineConfig: ...
+    @property
     def ready(self) -> bool: ...
+    @property
+    def failed(self) -> str | None:
+        """Why the engine has died for good, in one sentence."""
+        ...
+
     @property
     def context_length(self) -> int: ...
     @property
@@ -87,6 +98,10 @@ class Loaded:
         tokenizer = self.model.tokenizer
         return max(len(tokenizer.token_bytes(i)) for i in range(self.vocab_size)) if tokenizer is not None else 0
 
+    def max_choices(self, config: ServerConfig) -> int:
+        """Choices that one request may have: they enter the queue together, so more than it holds never get in."""
+        return min(config.max_choices, self.engine.config.max_queue)
+
     def check_length(self, texts: Iterable[str], param: str) -> None:
         """Refuse text that cannot fit the context whatever its tokens, before time is spent on finding them.
 
@@ -119,8 +134,13 @@ class Service:
         self._loaded = loaded
 
     @property
-    def ready(self) -> bool:
-        return self._loaded is not None and self._loaded.engine.ready and not self.stopping
+    def status(self) -> Literal["starting", "ready", "stopping", "failed"]:
+        """`failed`: the engine was started and no longer takes requests, and nobody asked the server to stop."""
+        if self.stopping:
+            return "stopping"
+        if self._loaded is None:
+            return "starting"
+        return "ready" if self._loaded.engine.ready else "failed"
 
     @property
     def loaded(self) -> Loaded:
@@ -218,9 +238,8 @@ async def gather(reply: Reply, choices: int) -> list[Emission]:
 def failure(emission: Emission) -> ApiError | None:
     """The error that an emission ends its request with, if it does: an engine failure or the server's shutdown."""
     if emission.finish_reason == "error":
-        return ApiError(
-            500, f"The engine failed: {emission.error or 'no reason given'}", kind="server_error", code="engine_error"
-        )
+        log.error("an answer failed: %s", emission.error or "no reason given")  # may tell what clients must not know
+        return ApiError(500, "The engine failed while answering", kind="server_error", code="engine_error")
     if emission.finish_reason == "cancelled":
         return unavailable("The server cancelled the request", "cancelled", 5.0)
     return None

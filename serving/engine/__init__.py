@@ -23,11 +23,12 @@ from .request import (
 )
 
 if TYPE_CHECKING:
-    from .engine import Completion, Engine, EngineStats
+    from .blocking import Completion
+    from .engine import Engine, EngineStats
     from .programs import Program, make_mesh
 
 _LAZY = {
-    "Completion": "engine",
+    "Completion": "blocking",
     "Engine": "engine",
     "EngineStats": "engine",
     "Program": "programs",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...configs.engine import NULL_BLOCK, EngineConfig
 from ...configs.trunk import TrunkConfig
+from ...model.machine import cores
 from .programs import COPY_BLOCKS, Program, programs, step_sizes
 from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
 
@@ -35,38 +35,35 @@ class Device:
         self.passes = engine.passes(mesh.devices.flat[0].platform)
         self.blocks = engine.pool_blocks(config, params["embed"].dtype.itemsize)
         self._choose_programs(engine)
+        pool = self._listed["save"].args[0]
+        self._new_pool = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool.sharding)
         self.layers = jax.device_put(
             np.concatenate([[config.n_layers], np.arange(config.n_layers)]).astype(np.int32), NamedSharding(mesh, P())
         )
-        self.pool: jax.Array
-        self.state: SlotState
+        self._pool: jax.Array | None
+        self._state: SlotState | None
         self.reset()
 
     def _choose_programs(self, engine: EngineConfig) -> None:
         self.engine = engine
         self.programs = programs(self.config, engine, self.mesh, dtype=self.params["embed"].dtype)
-        self._listed = {
-            program.kind if program.kind != "copy" else program.name[:4]: program for program in self.programs
-        }
+        self._listed = {program.kind: program for program in self.programs}
         self._compiled: dict[str, Any] = {}
 
     def reset(self) -> None:
         """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
-        pool = self._listed["save"].args[0]
-        self.pool = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool.sharding)()
+        self._pool = self._state = None  # before the new ones are made: there may not be room for both
+        self._pool = self._new_pool()
         self._clear_slots()
 
     def _clear_slots(self) -> None:
         rows = empty_rows(self.data * self.engine.slots, self.config.vocab_size)
-        self.state = jax.device_put(rows, NamedSharding(self.mesh, P("data")))
+        self._state = jax.device_put(rows, NamedSharding(self.mesh, P("data")))
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compile every program, as many at a time as there are cores, and run each once."""
         self._compile_all(progress)
-        if not self._rounds_alike():
-            log.warning("prefill and decode round differently on this machine: prompts run in smaller tiles, slower")
-            self._choose_programs(dataclasses.replace(self.engine, prefill_tile=self.engine.tile))
-            self._compile_all(progress)
+        self.check_rounding()
         for kind in ("prefill", "decode", "decode_n"):
             if kind in self._listed:
                 jax.block_until_ready(self.run(kind, self.new_input(kind == "prefill")))
@@ -74,9 +71,26 @@ class Device:
         self.load([(0, NULL_BLOCK, self.save([(0, NULL_BLOCK)])[0])])
         self._clear_slots()
 
+    def check_rounding(self) -> None:
+        """Make sure that prefill and decode steps give a token the same bits: the one property of the compiler that
+        exactness rests on (kernels/tiles.py). Where it does not hold, a CPU runs prompts in the tiles of decode steps.
+
+        Raises `RuntimeError` if that does not help either. On other platforms the steps are different families of
+        shapes, and nothing is claimed between them.
+        """
+        if self.mesh.devices.flat[0].platform != "cpu" or self._rounds_alike():
+            return
+        log.warning("prefill and decode round differently on this machine: prompts run in smaller tiles, slower")
+        self.use_one_tile()
+        self._compile_all(None)
+        if not self._rounds_alike():
+            raise RuntimeError("prefill and decode steps round differently on this machine: answers would not be exact")
+
+    def use_one_tile(self) -> None:
+        """Run prompts in the tiles of decode steps. Before anything is compiled, or to compile anew."""
+        self._choose_programs(dataclasses.replace(self.engine, prefill_tile=self.engine.tile))
+
     def _rounds_alike(self) -> bool:
-        """Whether a prefill step and a decode step give the same bits for the same token (kernels/tiles.py says why
-        they should). The one assumption about the compiler that exactness rests on, so it is checked at every start."""
         logits = []
         for kind in ("prefill", "decode"):
             inputs = self.new_input(kind == "prefill")
@@ -84,11 +98,12 @@ class Device:
             inputs.tables[0, 0] = 1
             inputs.sizes[0] = 1, 1, 1
             logits.append(np.asarray(self.run(kind, inputs)[1])[0])
+        self._clear_slots()
         return bool(np.array_equal(*logits))
 
     def _compile_all(self, progress: Progress | None) -> None:
         done = 0
-        workers = min(len(self.programs), len(os.sched_getaffinity(0)))
+        workers = min(len(self.programs), cores())
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             futures = {pool.submit(self._get, kind): kind for kind in self._listed}
             for future in concurrent.futures.as_completed(futures):
@@ -115,7 +130,9 @@ class Device:
 
     def run(self, kind: str, inputs: StepInput) -> tuple[StepResult, jax.Array]:
         """Dispatch a step; what it chose and its last logits, not yet ready."""
-        self.pool, self.state, result, logits = self._get(kind)(self.params, self.pool, self.state, inputs, self.layers)
+        self._pool, self._state, result, logits = self._get(kind)(
+            self.params, self._pool, self._state, inputs, self.layers
+        )
         return result, logits
 
     def _no_slot(self) -> np.ndarray:
@@ -123,7 +140,7 @@ class Device:
 
     def admit(self, slots: np.ndarray, rows: SlotState) -> None:
         """Replace slot `slots[d]` of every data shard d by row d; -1 leaves a shard alone."""
-        self.state = self._get("admit")(self.state, slots, rows)
+        self._state = self._get("admit")(self._state, slots, rows)
 
     # ---- blocks
 
@@ -132,7 +149,7 @@ class Device:
         contents: list[np.ndarray] = []
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            saved = np.asarray(self._get("save")(self.pool, self._block_ids(part)))
+            saved = np.asarray(self._get("save")(self._pool, self._block_ids(part)))
             contents += [saved[shard * COPY_BLOCKS + i].copy() for i, (shard, _) in enumerate(part)]
         return contents
 
@@ -145,7 +162,7 @@ class Device:
             for i, (shard, _, content) in enumerate(part):
                 contents[shard * COPY_BLOCKS + i] = content
             ids = self._block_ids([(shard, block) for shard, block, _ in part])
-            self.pool = self._get("load")(self.pool, ids, contents)
+            self._pool = self._get("load")(self._pool, ids, contents)
 
     def _block_ids(self, part: list[tuple[int, int]]) -> np.ndarray:
         ids = np.full(self.data * COPY_BLOCKS, NULL_BLOCK, np.int32)

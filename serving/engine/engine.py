@@ -1,6 +1,7 @@
 """The engine: a queue of requests, one thread that runs steps, and the way results go back.
 
-    engine = Engine(load_model("smollm2"))
+    model = load_model("smollm2")
+    engine = Engine(model)
     engine.start()
     for emission in engine.stream(model.tokenizer.encode("Hello"), SamplingParams(max_tokens=20)):
         print(emission.text, end="")
@@ -13,9 +14,7 @@ that step chose for it is dropped.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -33,10 +32,13 @@ from jax.sharding import Mesh
 from ...cache.keys import model_fingerprint, namespace, root_key
 from ...configs.engine import EngineConfig
 from ...kernels.sample import choice_seed
+from . import blocking
+from .blocking import Completion
 from .device import Device, Progress
 from .identity import CompilationCounter, numerics_class, system_fingerprint
 from .programs import Program, make_mesh, step_sizes
 from .request import (
+    MAX_STOP_IDS,
     Emission,
     EngineStopped,
     FinishReason,
@@ -44,9 +46,7 @@ from .request import (
     QueueFull,
     SamplingParams,
     Sink,
-    Timings,
     TokenLogprob,
-    Usage,
 )
 from .scheduler import Plan, Shard
 from .sequence import Phase, Sequence, blocks_for
@@ -78,19 +78,6 @@ class EngineStats:
     compilations_after_ready: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A whole answer."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    usage: Usage
-    timings: Timings
-    logprobs: tuple[TokenLogprob, ...] = ()
-    digests: tuple[int, ...] = ()
-
-
 @dataclasses.dataclass
 class _Pending:
     """A dispatched step that was not read yet."""
@@ -119,6 +106,8 @@ class Engine:
         self.model, self.config, self.metrics = model, config, metrics
         self.mesh = mesh if mesh is not None else make_mesh(jax.devices()[:1], model.config)
         self.context_length = config.context(model.config)
+        if len(model.eos_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{model.name} has {len(model.eos_ids)} end ids; at most {MAX_STOP_IDS} are supported")
         self.device = Device(model.config, config, self.mesh, model.params)
         self.numerics_class = numerics_class(self.mesh, model.params["embed"].dtype.name)
         self.system_fingerprint = system_fingerprint(model.weights_id, self.numerics_class)
@@ -159,15 +148,23 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are served without compiling first."""
+        """Whether requests are taken."""
         return self._ready and self._failed is None and not self._stopping
 
+    @property
+    def failed(self) -> str | None:
+        """Why the engine has ended for good, in one sentence; None while it has not."""
+        return self._failed
+
     def start(self, *, warm: bool = True, progress: Progress | None = None) -> None:
-        """Compile all programs and start serving. `warm=False` compiles each when it is first needed."""
+        """Compile all programs and start serving. `warm=False` compiles each when it is first needed,
+        and runs prompts in smaller tiles."""
         if self._thread is not None:
             raise RuntimeError("the engine was already started")
         if warm:
             self.device.compile(progress)
+        else:
+            self.device.use_one_tile()  # exact without the check that a warm start makes
         self._compiled_at_ready = CompilationCounter.count
         self._thread = threading.Thread(target=self._loop, name="umbra-engine", daemon=True)
         self._thread.start()
@@ -235,7 +232,7 @@ class Engine:
             params=params,
             prompt=prompt.astype(np.int32),
             seed=params.seed if params.seed is not None else secrets.randbits(64),
-            stop_ids=params.stop_token_ids if params.ignore_eos else (*self.model.eos_ids, *params.stop_token_ids),
+            stop_ids=(() if params.ignore_eos else self.model.eos_ids) + params.stop_token_ids,
             limit=min(wanted, last),
             limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
             sink=sink,
@@ -250,48 +247,14 @@ class Engine:
                 self._wake.notify()
 
     def stream(self, prompt_ids: Seq[int], params: SamplingParams) -> Iterator[Emission]:
-        """The emissions of one request. Leaving the loop early cancels it."""
-        received: queue.SimpleQueue[Emission] = queue.SimpleQueue()
-
-        def sink(pairs: Seq[tuple[str, Emission]]) -> None:
-            for _, emission in pairs:
-                received.put(emission)
-
-        request = self.submit(prompt_ids, params, sink=sink)
-        try:
-            while True:
-                emission = received.get()
-                yield emission
-                if emission.finish_reason is not None:
-                    return
-        finally:
-            self.cancel(request)
+        """The emissions of one request, which is submitted when the first is asked for. Leaving the loop early
+        cancels it."""
+        return blocking.stream(self, prompt_ids, params)
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]) -> list[Completion]:
-        """Whole answers to several prompts, in their order. Waits for room in the queue."""
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        received: queue.SimpleQueue[tuple[str, Emission]] = queue.SimpleQueue()
-        order: dict[str, list[Emission]] = {}
-        todo = deque(zip(prompts, each, strict=True))
-        open_requests = 0
-
-        def sink(pairs: Seq[tuple[str, Emission]]) -> None:
-            for pair in pairs:
-                received.put(pair)
-
-        while todo or open_requests:
-            while todo:
-                try:
-                    request = self.submit(*todo[0], sink=sink)
-                except QueueFull:
-                    break
-                todo.popleft()
-                order[request] = []
-                open_requests += 1
-            request, emission = received.get()
-            order[request].append(emission)
-            open_requests -= emission.finish_reason is not None
-        return [_join(emissions) for emissions in order.values()]
+        """Whole answers to several prompts, in their order. Waits for room in the queue; `RuntimeError` when one of
+        them ends in an error."""
+        return blocking.generate(self, prompts, params)
 
     def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]:
         """The parameters of `n` choices of one request: choice i folds i into the seed."""
@@ -325,19 +288,29 @@ class Engine:
     # ---- the loop (engine thread only from here on)
 
     def _loop(self) -> None:
-        while not self._stopping:
-            try:
-                worked = self._step()
-            except Exception as error:
-                log.exception("a step failed")
-                self._recover(error)
-                worked = True
-            self._deliver()
-            if not worked:
-                self._idle()
+        try:
+            while not self._stopping:
+                try:
+                    worked = self._step()
+                except Exception as error:
+                    log.exception("a step failed")
+                    self._recover(error)
+                    worked = True
+                self._deliver()
+                if not worked:
+                    self._idle()
+        except Exception as error:
+            log.exception("the engine cannot go on")
+            self._failed = f"the engine failed: {_summary(error)}"
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """Nothing runs any more: tell everybody who still waits."""
+        with self._wake:
+            self._stopping = True
         self._take_commands()
         for seq in list(self._by_id.values()):
-            self._end(seq, "cancelled")
+            self._end(seq, "error" if self._failed else "cancelled", error=self._failed)
         self._deliver()
 
     def _step(self) -> bool:
@@ -359,6 +332,7 @@ class Engine:
             self.check()
         except AssertionError:
             log.exception("the leak check failed")
+        self._measure(0.0, 0, 0)
         with self._wake:
             while not (self._incoming or self._cancelled or self._stopping):
                 self._wake.wait()
@@ -498,8 +472,7 @@ class Engine:
             if seq.phase is Phase.DONE:
                 continue
             emitted += self._take(seq, column, result, logits, now)
-        if self.metrics:
-            self._measure(seconds, pending.prefill_tokens, emitted)
+        self._measure(seconds, pending.prefill_tokens, emitted)
 
     def _take(self, seq: Sequence, column: int, result: StepResult, logits: np.ndarray | None, now: float) -> int:
         """Commit what a step chose for `seq`; the number of its new tokens."""
@@ -564,21 +537,17 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """After a failed step: its requests end with an error, everything starts empty."""
         self._pending = None
-        message = f"the step failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        message = f"the step failed: {_summary(error)}"
         for seq in list(self._by_id.values()):
             if seq.phase is not Phase.WAITING:
                 seq.phase = Phase.DONE  # it holds nothing any more: the shards are made anew
                 self._end(seq, "error", error=message)
-        try:
-            self.device.reset()
-            self._new_shards()
-        except Exception as fatal:
-            log.exception("the engine cannot go on")
-            self._failed = f"the engine failed: {fatal}"
-            self._stopping = True
+        self.device.reset()
+        self._new_shards()
 
     def _measure(self, seconds: float, prefilled: int, emitted: int) -> None:
-        assert self.metrics is not None
+        if self.metrics is None:
+            return
         stats = self.stats()
         self.metrics.step(
             seconds=seconds,
@@ -592,6 +561,11 @@ class Engine:
         for _ in range(stats.compilations_after_ready - self._reported_compilations):
             self.metrics.compiled()
         self._reported_compilations = stats.compilations_after_ready
+
+
+def _summary(error: Exception) -> str:
+    """The first line of an exception, with its type."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _logprobs(result: StepResult, column: int, n: int, wanted: int | None) -> list[TokenLogprob]:
@@ -610,21 +584,3 @@ def _logprobs(result: StepResult, column: int, n: int, wanted: int | None) -> li
         )
         for i in range(n)
     ]
-
-
-def _join(emissions: list[Emission]) -> Completion:
-    last = emissions[-1]
-    assert last.finish_reason is not None and last.usage is not None and last.timings is not None
-    if last.finish_reason == "error":
-        raise RuntimeError(last.error)
-
-    chain = itertools.chain.from_iterable
-    return Completion(
-        token_ids=tuple(chain(e.token_ids for e in emissions)),
-        text="".join(e.text for e in emissions),
-        finish_reason=last.finish_reason,
-        usage=last.usage,
-        timings=last.timings,
-        logprobs=tuple(chain(e.logprobs for e in emissions)),
-        digests=tuple(chain(e.digests for e in emissions)),
-    )

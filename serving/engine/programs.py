@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import TrunkConfig
 from ...kernels.attention.reference import GROUP
-from ...model.params import param_specs
+from ...model.params import abstract_params, param_specs
 from ...model.trunk import Execution
 from . import step
 from .state import StepResult, input_shapes, state_shapes
@@ -30,7 +30,7 @@ class Program:
     """One program: a function to be jitted and the abstract arguments (with shardings) it is compiled for."""
 
     name: str
-    kind: str  # prefill, decode, decode_n, admit, copy
+    kind: str  # prefill, decode, decode_n, admit, save or load: unique in a list
     sequences: int  # per data shard
     width: int  # tokens of one step per data shard
     fn: Callable[..., Any]
@@ -108,10 +108,7 @@ class _Builder:
     def __init__(self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, dtype: jnp.dtype) -> None:
         self.config, self.engine, self.mesh = config, engine, mesh
         self.data = mesh.shape["data"]
-        self.params = {
-            name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=spec.sharding(mesh))
-            for name, spec in param_specs(config).items()
-        }
+        self.params = abstract_params(config, dtype, mesh)
         self.param_specs = {name: spec.partition() for name, spec in param_specs(config).items()}
         self.pool_spec = P("data", None, None, "model")
         self.state_spec = P("data")
@@ -168,13 +165,13 @@ class _Builder:
 
     def save(self) -> Program:
         return self._program(
-            f"save_blocks_{COPY_BLOCKS}", "copy", 0, step.save_blocks, (self.pool, self._ints(COPY_BLOCKS)),
+            f"save_blocks_{COPY_BLOCKS}", "save", 0, step.save_blocks, (self.pool, self._ints(COPY_BLOCKS)),
             (self.pool_spec, self.state_spec), self.pool_spec, (),
         )  # fmt: skip
 
     def load(self) -> Program:
         return self._program(
-            f"load_blocks_{COPY_BLOCKS}", "copy", 0, step.load_blocks,
+            f"load_blocks_{COPY_BLOCKS}", "load", 0, step.load_blocks,
             (self.pool, self._ints(COPY_BLOCKS), self.contents),
             (self.pool_spec, self.state_spec, self.pool_spec), self.pool_spec, (0,),
         )  # fmt: skip

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from ...configs.engine import MAX_TOP_LOGPROBS
+
 FinishReason = Literal["stop_token", "stop_string", "max_tokens", "context_length", "cancelled", "error"]
 """Why a request ended. `stop_token`: the model's own end (or a stop id); `context_length`: no position left."""
 
-MAX_STOP_IDS = 16
+MAX_STOP_IDS = 16  # of a request, beside as many of the model's own
 MAX_LOGIT_BIAS = 512
-MAX_TOP_LOGPROBS = 20
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...kernels.sample import RowParams
+from ...kernels.sample import RowParams, seed_words
 from .request import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
+
+STOP_COLUMNS = 2 * MAX_STOP_IDS
+"""The model's own end ids, and the request's."""
 
 Leaf = Any
 """An array: numpy on the host, traced inside a step, a `jax.ShapeDtypeStruct` where programs are declared."""
@@ -26,7 +29,7 @@ class SlotState(NamedTuple):
     position: Leaf  # int32 [B]: its absolute position
     limit: Leaf  # int32 [B]: last position that may be generated
     active: Leaf  # bool [B]: decoding; cleared on the device at a stop id or the limit
-    stop_ids: Leaf  # int32 [B, MAX_STOP_IDS], -1 where unused
+    stop_ids: Leaf  # int32 [B, STOP_COLUMNS], -1 where unused
     counts: Leaf  # int32 [B, V]: twice the times generated, plus one if in the prompt
     temperature: Leaf  # float32 [B]
     top_k: Leaf  # int32 [B], 0: off
@@ -64,7 +67,7 @@ _FIELDS: dict[str, tuple[type, tuple[int, ...]]] = {
     "position": (np.int32, ()),
     "limit": (np.int32, ()),
     "active": (np.bool_, ()),
-    "stop_ids": (np.int32, (MAX_STOP_IDS,)),
+    "stop_ids": (np.int32, (STOP_COLUMNS,)),
     "counts": (np.int32, (-1,)),
     "temperature": (np.float32, ()),
     "top_k": (np.int32, ()),
@@ -121,7 +124,7 @@ def fill_row(
     rows.repetition[at] = params.repetition_penalty
     rows.presence[at] = params.presence_penalty
     rows.frequency[at] = params.frequency_penalty
-    rows.seed[at] = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    rows.seed[at] = seed_words(seed)
     for i, (token, bias) in enumerate(params.logit_bias):
         rows.bias_ids[at, i] = token
         rows.bias_values[at, i] = bias

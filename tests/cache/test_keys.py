@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbra.cache import BLOCK, block_key, model_fingerprint, namespace, root_key
+from umbra.cache import block_key, model_fingerprint, namespace, root_key
 from umbra.cache.keys import _canonical
+from umbra.configs.engine import BLOCK
 
 TOKENS = list(range(1000, 1000 + BLOCK))
 MODEL = dict(weights_id="ab" * 32, numerics_class="cpu/xla/0.10.2", kv_format="int8/f16")

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
-from umbra.kernels.sample import TOP_LOGPROBS, RowParams, choice_seed, choose, gumbel, seed_words, threefry2x32
+from umbra.configs.engine import MAX_TOP_LOGPROBS
+from umbra.kernels.sample import RowParams, choice_seed, choose, gumbel, seed_words, threefry2x32
 
 INF, NAN = np.inf, np.nan
 DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32, "counts": np.int32, "bias_ids": np.int32}
@@ -155,7 +156,7 @@ def test_vocabulary_sizes(vocab):
         assert scaled[token] + noise[token] >= (scaled + noise)[must].max() - 1e-4
         normal = x - x.max() - np.log(np.exp(x - x.max()).sum())
         assert float(choice.logprob) == pytest.approx(normal[token], abs=2e-5)
-        order = np.argsort(-logits, kind="stable")[:TOP_LOGPROBS]
+        order = np.argsort(-logits, kind="stable")[:MAX_TOP_LOGPROBS]
         assert np.asarray(choice.top_ids)[: len(order)].tolist() == order.tolist()
         np.testing.assert_allclose(choice.top_logprobs[: len(order)], normal[order], atol=2e-5)
         assert (np.asarray(choice.top_ids)[len(order) :] == -1).all()

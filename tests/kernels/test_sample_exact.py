@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from umbra.kernels.sample import TOP_LOGPROBS, Choice, RowParams, choose
+from umbra.configs.engine import MAX_TOP_LOGPROBS
+from umbra.kernels.sample import Choice, RowParams, choose
 from umbra.kernels.sample.reference import _noisy_scores
 
 
@@ -38,7 +39,7 @@ def take(tree, i):
 
 def loop(logits, params):
     rows = logits.shape[0]
-    top = jnp.zeros((rows, TOP_LOGPROBS))
+    top = jnp.zeros((rows, MAX_TOP_LOGPROBS))
     out = Choice(jnp.zeros(rows, jnp.int32), jnp.zeros(rows), top.astype(jnp.int32), top)
     body = lambda i, out: jax.tree.map(lambda a, b: a.at[i].set(b), out, choose(logits[i], take(params, i)))  # noqa: E731
     return lax.fori_loop(0, rows, body, out)

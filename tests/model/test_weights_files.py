@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from umbra.configs.models import named
-from umbra.model.load import ModelError, abstract_params, load_model, random_params
-from umbra.model.params import param_specs
+from umbra.model.load import ModelError, load_model, random_params
+from umbra.model.params import abstract_params, param_specs
 from umbra.model.weights import identity
 from umbra.model.weights.huggingface import open_folder
 from umbra.model.weights.orbax import config_from_json, open_orbax, save

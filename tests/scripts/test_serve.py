@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
 from umbra.scripts.serve import main, one_line, parser
 from umbra.serving.api import Service
 from umbra.serving.api.server import listen, run, url
-from umbra.serving.engine import Emission, Timings, Usage
+from umbra.serving.engine import Emission, EngineStopped, Timings, Usage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,6 +86,8 @@ class Engine:
     """Emits a token now and then, for ever."""
 
     ready = True
+    failed: str | None = None
+    config = EngineConfig()
     context_length = 100
     system_fingerprint = "fp"
 
@@ -155,6 +158,40 @@ def test_a_stop_signal_ends_running_answers_and_the_server():
     assert engine.closed
     with pytest.raises(httpx.ConnectError):
         httpx.get(address)
+
+
+def test_an_engine_that_dies_ends_the_server():
+    """Readiness says so, and `run` raises what `main` makes one line and exit code 1 of."""
+    engine, ready, seen = Engine(), threading.Event(), {}
+    sock = listen("127.0.0.1", 0)
+    address = url("127.0.0.1", sock)
+
+    def client():
+        ready.wait(5)
+        engine.ready = False
+        seen["readyz"] = httpx.get(f"{address}/readyz", timeout=5)
+        engine.failed = "the engine failed: out of memory"
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    with pytest.raises(EngineStopped, match="^the engine failed: out of memory$") as error:
+        run(Service(ServerConfig()), sock, lambda service: (engine, MODEL), ready.set)
+    thread.join(5)
+    assert seen["readyz"].status_code == 503 and seen["readyz"].json() == {"status": "failed"}
+    assert engine.closed
+    assert one_line(error.value) == "the engine failed: out of memory"
+
+
+def test_a_failure_between_loading_and_ready():
+    """Nothing is served that nobody was told of."""
+    engine = Engine()
+
+    def nobody_listens():
+        raise BrokenPipeError("no stdout")
+
+    with pytest.raises(BrokenPipeError):
+        run(Service(ServerConfig()), listen("127.0.0.1", 0), lambda service: (engine, MODEL), nobody_listens)
+    assert engine.closed
 
 
 def test_a_stop_signal_while_loading():

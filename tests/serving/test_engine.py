@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -65,6 +66,37 @@ def test_model_end_ids_and_ignore_eos(random_model: Callable, tiny_engine: Engin
         engine.start(warm=False)
         assert one(engine, max_tokens=12).finish_reason == "stop_token"
         assert one(engine, max_tokens=12, ignore_eos=True).token_ids == free.token_ids
+
+
+def test_as_many_stop_ids_as_allowed_beside_the_models_own(random_model: Callable) -> None:
+    config = EngineConfig(slots=2, context_length=256, blocks=9, prefill_chunk=32)
+    with Engine(random_model("tiny", eos_ids=tuple(range(400, 416))), config) as engine:
+        engine.start(warm=False)
+        assert one(engine, max_tokens=4, stop_token_ids=tuple(range(100, 116))).finish_reason
+        with pytest.raises(ValueError, match="at most 16 stop token ids"):
+            SamplingParams(stop_token_ids=tuple(range(17)))
+    with pytest.raises(ValueError, match="17 end ids; at most 16"):
+        Engine(random_model("tiny", eos_ids=tuple(range(17))), config)
+
+
+def test_generate_waits_for_room_and_cleans_up(tiny_engine: Engine) -> None:
+    others = []
+    with pytest.raises(QueueFull):
+        while True:
+            others.append(tiny_engine.submit(PROMPT, SamplingParams(max_tokens=900), sink=lambda pairs: None))
+    answers = []
+    waiting = threading.Thread(
+        target=lambda: answers.extend(tiny_engine.generate([PROMPT], SamplingParams(max_tokens=3)))
+    )
+    waiting.start()
+    time.sleep(0.2)
+    for request in others:
+        tiny_engine.cancel(request)
+    waiting.join(30)
+    assert len(answers[0].token_ids) == 3
+    with pytest.raises(PromptTooLong):
+        tiny_engine.generate([PROMPT, [1] * 2000], SamplingParams(max_tokens=900))
+    wait_idle(tiny_engine)
 
 
 def test_stop_strings_never_leak(tiny_engine: Engine) -> None:
@@ -154,14 +186,17 @@ def test_logprobs(tiny_engine: Engine) -> None:
 
 def test_cancel_frees_within_three_steps(tiny_engine: Engine) -> None:
     wait_idle(tiny_engine)
-    for wait_for in (0, 1, 3):
-        emissions = tiny_engine.stream(PROMPT * 20, SamplingParams(max_tokens=800))
-        for _ in range(wait_for):
-            next(emissions)
-        if not wait_for:
-            next(emissions)
+    for wait_for in (0, 1, 3):  # emissions: 0 is during the prompt, which takes four steps
+        emissions: list[Emission] = []
+        request = tiny_engine.submit(
+            PROMPT * 20,
+            SamplingParams(max_tokens=800),
+            sink=lambda pairs, got=emissions: got.extend(e for _, e in pairs),
+        )
+        while not tiny_engine.stats().running or len(emissions) < wait_for:
+            time.sleep(0)
         before = tiny_engine.stats().steps
-        emissions.close()  # type: ignore[attr-defined]
+        tiny_engine.cancel(request)
         while tiny_engine.stats().running:
             time.sleep(0)
         assert tiny_engine.stats().steps - before <= 3

@@ -15,6 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
+from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
 from umbra.model.chat_template import ChatTemplateError
 from umbra.serving.api import Service, create_app
@@ -115,6 +116,8 @@ class FakeEngine:
         with self._lock:
             self.running.clear()
             self.ready = True
+            self.failed: str | None = None
+            self.config = EngineConfig()
             self.stopped = False
             self.max_queue = 1000
             self.submitted: list[Running] = []

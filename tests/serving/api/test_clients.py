@@ -41,7 +41,7 @@ def test_chat_reports_errors(api, ask, make_answer):
     api.engine.plan = lambda prompt, params: plans.pop(0)
     code, out, err = ask("x" * 2000, "one", "two", args=["--url", api.url])
     assert code == 1 and out == "a\nb\n"
-    assert "maximum context length" in err and "the step failed" in err
+    assert "maximum context length" in err and "engine failed" in err and "the step failed" not in err
 
 
 def test_chat_with_a_wrong_model(api, ask):

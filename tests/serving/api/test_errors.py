@@ -6,10 +6,15 @@ import json
 import logging
 import socket
 import ssl
+import threading
 import time
 
 import httpx
 import pytest
+
+from umbra.configs.engine import EngineConfig
+from umbra.serving.api import openai_chat, openai_completions
+from umbra.serving.engine import Emission
 
 CHAT = "/v1/chat/completions"
 GOOD = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
@@ -228,6 +233,52 @@ def test_queue_full_for_one_choice_refuses_all(api, wait):
     api.engine.plan = lambda prompt, params: iter([None] * 10_000)
     error_of(api.chat(n=3), 429)
     wait(lambda: len(api.engine.cancelled) == 2)
+
+
+def test_more_choices_than_the_queue_holds(api):
+    """Not 429: it would be the same however often the client tried."""
+    api.engine.config = EngineConfig(max_queue=4)
+    error = error_of(api.chat(n=5), 400)
+    assert error["param"] == "n" and "between 1 and 4" in error["message"]
+    error = error_of(api.complete(prompt=["a", "b", "c"], n=2), 400)
+    assert error["param"] == "n" and "4 supported" in error["message"]
+    assert not api.engine.submitted
+    assert api.complete(prompt=["a", "b"], n=2).status_code == 200
+
+
+def test_a_failed_answer_says_nothing_about_the_engine(api, caplog):
+    api.engine.plan = lambda prompt, params: [Emission("", finish_reason="error", error="secret detail")]
+    with caplog.at_level(logging.ERROR):
+        response = api.chat()
+    assert error_of(response, 500)["code"] == "engine_error"
+    assert "secret" not in response.text and "secret detail" in caplog.text
+
+
+def test_ids_that_cannot_fit_are_not_looked_at(api):
+    error = error_of(api.complete(prompt=[[1], [-1] * 1000]), 400)
+    assert error["code"] == "context_length_exceeded" and "1000 tokens" in error["message"]
+
+
+def test_large_bodies_are_worked_on_in_a_worker(api, monkeypatch):
+    """Whatever takes time that grows with the body leaves the event loop alone."""
+    threads = []
+
+    def noting(original):
+        def call(*args, **kwargs):
+            threads.append(threading.current_thread().name)
+            return original(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(openai_chat, "template_messages", noting(openai_chat.template_messages))
+    monkeypatch.setattr(openai_completions, "check_ids", noting(openai_completions.check_ids))
+    monkeypatch.setattr(api.model.tokenizer, "decode", noting(api.model.tokenizer.decode), raising=False)
+    padding = {"metadata": {"x": "y" * 20_000}}
+    assert api.chat(**padding).status_code == 200
+    assert api.complete(prompt=[65, 66], echo=True, **padding).json()["choices"][0]["text"].startswith("AB")
+    assert api.complete(prompt=[65], echo=True).status_code == 200
+    assert len(threads) == 5 and threads[3] != threads[0]  # a small body is checked on the event loop
+    assert all(name.startswith("api-worker") for i, name in enumerate(threads) if i != 3)
 
 
 def test_engine_stopped(api):

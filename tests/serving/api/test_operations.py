@@ -30,7 +30,8 @@ def test_not_ready_while_loading(start_api):
 
 def test_not_ready_when_the_engine_is_not(api):
     api.engine.ready = False
-    assert api.client.get("/readyz").status_code == 503
+    response = api.client.get("/readyz")
+    assert response.status_code == 503 and response.json() == {"status": "failed"}
     assert api.client.get("/healthz").status_code == 200
 
 

@@ -145,7 +145,7 @@ def test_an_engine_failure_in_a_stream_is_told(api):
     response = api.chat(stream=True)
     last = response.text.strip().split("\n\n")[-1]
     error = json.loads(last.removeprefix("data: "))["error"]
-    assert error["code"] == "engine_error" and "the step failed" in error["message"]
+    assert error["code"] == "engine_error" and error["message"] == "The engine failed while answering"
     assert "[DONE]" not in response.text
     whole = api.chat()
     assert whole.status_code == 500 and whole.json()["error"]["code"] == "engine_error"
