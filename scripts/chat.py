@@ -334,9 +334,7 @@ def parser() -> argparse.ArgumentParser:
     p = OneLineParser(prog="chat.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add_model_options(p)
     p.set_defaults(model=None)  # with --url: whichever the server has
-    p.add_argument(
-        "--url", metavar="U", help="chat with a running server instead; --model is then one of its models"
-    )
+    p.add_argument("--url", metavar="U", help="chat with a running server instead; --model is then one of its models")
     p.add_argument("--api-key", metavar="KEY", help="key for --url (or $UMBRA_API_KEY)")
     p.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")

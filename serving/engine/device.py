@@ -50,6 +50,11 @@ class Device:
         self._listed = {program.kind: program for program in self.programs}
         self._compiled: dict[str, Any] = {}
 
+    @property
+    def compiled(self) -> set[str]:
+        """Kinds of the programs that are compiled by now."""
+        return set(self._compiled)
+
     def reset(self) -> None:
         """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
         self._pool = self._state = None  # before the new ones are made: there may not be room for both

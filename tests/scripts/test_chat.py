@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
 import io
 
+import httpx
 import pytest
 from rich.console import Console
 
@@ -128,6 +130,56 @@ def test_speed_leaves_the_first_piece_out(monkeypatch):
     for piece in (Piece("a", 4), Piece("b", 1), Piece("c", 1, "stop_token", 6)):
         speed.add(piece)
     assert str(speed) == "6 tokens, 1.0 tokens/s, first after 1000 ms"
+
+
+def served(monkeypatch, models, *lines):
+    """The exit code of one question to a server that sends these bodies; a test looks at what was printed."""
+
+    def handle(request):
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, content=models)
+        return httpx.Response(200, content="".join(f"data: {line}\n\n" for line in lines))
+
+    client = functools.partial(httpx.Client, transport=httpx.MockTransport(handle))
+    monkeypatch.setattr("umbra.scripts.chat.httpx.Client", client)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    return main(["--url", "http://server"])
+
+
+MODELS = '{"data": [{"id": "m"}]}'
+TEXT = '{"choices": [{"delta": {"content": "A"}}]}'
+END = '{"choices": [{"delta": {}, "finish_reason": "length"}]}'
+
+
+@pytest.mark.parametrize("models", ["", "[]", "{}", '{"data": []}', '{"data": [{"id": 5}]}', "[" * 100_000, b"\xff"])
+def test_a_server_with_odd_models(monkeypatch, capsys, models):
+    assert served(monkeypatch, models) == 1
+    assert capsys.readouterr().err == "chat.py: the server sent something that is not OpenAI's format\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "x", "5", "[]", "{}", "[" * 100_000, '{"choices": 5}', '{"choices": [5]}', '{"choices": [{}]}',
+     '{"choices": [{"delta": null}]}', '{"choices": [{"delta": {"content": 5}}]}', '{"error": "no"}',
+     '{"choices": [{"delta": {}, "finish_reason": 5}]}', '{"choices": [], "usage": {}}',
+     '{"choices": [], "usage": {"completion_tokens": "many"}}'],
+)  # fmt: skip
+def test_a_server_with_odd_answers(monkeypatch, capsys, line):
+    assert served(monkeypatch, MODELS, TEXT, line) == 1
+    out, err = capsys.readouterr()
+    assert out == "A\n" and err == "error: the server sent something that is not OpenAI's format\n"
+
+
+@pytest.mark.parametrize("lines", [(TEXT, END, "[DONE]"), (TEXT, END)])
+def test_a_server_that_sends_no_usage(monkeypatch, capsys, lines):
+    assert served(monkeypatch, MODELS, *lines) == 0
+    out, err = capsys.readouterr()
+    assert out == "A\n" and "cut off: too long" in err
+
+
+def test_a_server_that_breaks_off(monkeypatch, capsys):
+    assert served(monkeypatch, MODELS, TEXT) == 1
+    assert "ended the answer early" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

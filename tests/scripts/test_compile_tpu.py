@@ -41,22 +41,27 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def test_the_server_warms_up_the_same_programs() -> None:
-    """What an engine compiles before it is ready is the list that is compiled for a TPU, name by name."""
+def test_the_server_warms_up_the_same_programs(mesh: Any) -> None:
+    """What an engine compiles before it is ready is the list that is compiled for a TPU, in names and shapes."""
     import jax
     import jax.numpy as jnp
 
     from umbra.model.load import load_model
-    from umbra.serving.engine import Engine, make_mesh
+    from umbra.serving.engine import Engine, Program
     from umbra.serving.engine.programs import programs
+
+    def described(listed: list[Program], shards: int) -> list[tuple[str, str, Any]]:
+        """Names, kinds and shapes of the step's input per data shard."""
+        inputs = {p.name: p.args[3] if p.kind in ("prefill", "decode", "decode_n") else p.args[1] for p in listed}
+        shapes = {name: jax.tree.map(lambda s: (s.shape[0] // shards, *s.shape[1:]), i) for name, i in inputs.items()}
+        return [(p.name, p.kind, shapes[p.name]) for p in listed]
 
     config = EngineConfig(slots=4, context_length=512, blocks=9, decode_steps=2)
     with Engine(load_model("tiny"), config) as engine:
         engine.start()
-        warmed = [program.name for program in engine.programs]
-        assert set(engine.device._compiled) == set(engine.device._listed)
-    mesh = make_mesh(jax.devices()[:1], named("tiny"))
-    assert warmed == [program.name for program in programs(named("tiny"), config, mesh, dtype=jnp.bfloat16)]
+        assert engine.device.compiled == {program.kind for program in engine.programs}
+        warmed = described(engine.programs, 1)
+    assert warmed == described(programs(named("tiny"), config, mesh, dtype=jnp.bfloat16), mesh.shape["data"])
 
 
 def test_compiles_exactly_the_programs_of_the_engine(report: dict[str, Any], mesh: Any) -> None:

@@ -1,9 +1,10 @@
-"""Programs that talk to the server: our own terminal chat, and OpenAI's client where it is installed."""
+"""Programs that talk to the server: our own terminal chat, and OpenAI's client."""
 
 from __future__ import annotations
 
 import io
 
+import openai
 import pytest
 
 from umbra.configs.server import ServerConfig
@@ -59,10 +60,18 @@ def test_chat_with_a_key(start_api, ask, monkeypatch):
 
 
 def test_openai_client(api):
-    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=api.url + "/v1", api_key="any", max_retries=0) as client:
         answer = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "Hi"}])
         assert answer.choices[0].message.content == "Hello, wörld 🎉"
+        messages = [{"role": "user", "content": "Hi"}]
+        with client.chat.completions.create(
+            model="fake", messages=messages, stream=True, stream_options={"include_usage": True}
+        ) as stream:
+            chunks = list(stream)
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello, wörld 🎉"
+        assert chunks[-1].usage == answer.usage
+        assert client.completions.create(model="fake", prompt=["a", "b"], n=2).choices[3].text == "Hello, wörld 🎉"
+        assert [model.id for model in client.models.list()] == ["fake"]
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(model="fake", messages=[], temperature=5)
         assert refused.value.param == "messages"
