@@ -132,16 +132,21 @@ async def _chunks(call: Call, reply: Reply, heartbeat: float, notes: dict[str, A
         batch = await reply.take(heartbeat)
         if not batch:
             yield KEEP_ALIVE
-        out = b""
+        out, error = b"", None
         for index, emission in batch:
             if (error := failure(emission)) is not None:
-                raise error
-            for piece in call.shape.pieces(index, emission):
-                out += event({**head, "choices": [piece], **no_usage})
+                emission = dataclasses.replace(emission, finish_reason=None)  # its text is still sent
+            if error is None or emission.text:
+                for piece in call.shape.pieces(index, emission):
+                    out += event({**head, "choices": [piece], **no_usage})
+            if error is not None:
+                break
             if emission.finish_reason is not None:
                 ended[index] = emission
         if out:
             yield out
+        if error is not None:
+            raise error
     emissions = [ended[index] for index in range(call.choices)]
     notes.update(_notes(emissions))
     if call.include_usage:

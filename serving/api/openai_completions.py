@@ -60,7 +60,7 @@ def _prompts(body: CompletionBody) -> list[Prompt]:
     """The prompts as a list."""
     prompt = body.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]  # type: ignore[list-item]
+        return [prompt]
     if not prompt:
         raise _empty()
     return list(prompt)  # type: ignore[arg-type]

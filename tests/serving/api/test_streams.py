@@ -138,6 +138,14 @@ def test_keep_alive(api):
     assert response.text.startswith(": keep-alive\n\n") and response.text.endswith("data: [DONE]\n\n")
 
 
+def test_text_before_a_failure_is_sent(api):
+    """Also when a slow reader takes both at once."""
+    api.engine.plan = lambda prompt, params: [Emission("par", (97,), finish_reason="error", error="the step failed")]
+    role, text, error = (json.loads(e.removeprefix("data: ")) for e in api.chat(stream=True).text.strip().split("\n\n"))
+    assert text["choices"][0]["delta"] == {"content": "par"} and text["choices"][0]["finish_reason"] is None
+    assert error["error"]["code"] == "engine_error"
+
+
 def test_an_engine_failure_in_a_stream_is_told(api):
     api.engine.plan = lambda prompt, params: [
         Emission("par", (97,)), Emission("", finish_reason="error", error="the step failed"),
