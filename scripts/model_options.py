@@ -32,12 +32,12 @@ def mesh_sizes(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def only(option: str, *supported: str) -> Callable[[str], str]:
+def only(*supported: str) -> Callable[[str], str]:
     """A command line argument that must be one of `supported`; anything else is refused by name."""
 
     def check(text: str) -> str:
         if text not in supported:
-            raise argparse.ArgumentTypeError(f"{option} {text!r} is not supported; supported: {', '.join(supported)}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported; supported: {', '.join(supported)}")
         return text
 
     return check
@@ -56,7 +56,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="smollm2 (default), gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
     )  # fmt: skip
     parser.add_argument(
-        "--quant", default="auto", type=only("quant", "auto", "none"),
+        "--quant", default="auto", type=only("auto", "none"),
         help="auto (default) or none: both float32 on a CPU and bfloat16 on a TPU, until there are quantised kernels",
     )  # fmt: skip
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
@@ -65,7 +65,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--draft", default="off", type=only("draft", "off"), help="where drafted tokens come from: off (default)"
+        "--draft", default="off", type=only("off"), help="where drafted tokens come from: off (default)"
     )
 
 

@@ -390,7 +390,7 @@ def test_a_server_that_is_not_there_is_an_error_of_every_request():
         (["decode", "--against", "vllm"], "decode cannot compare with 'vllm'; supported: llama.cpp, transformers"),
         (["serve", "--against", "transformers"], "serve cannot compare with 'transformers'; supported: llama.cpp"),
         (["decode", "--max-tokens", "10"], "at least 64, got 10"),
-        (["decode", "--draft", "lookup"], "draft 'lookup' is not supported; supported: off"),
+        (["decode", "--draft", "lookup"], "--draft: 'lookup' is not supported; supported: off"),
         (["decode", "--sequences", "2"], "unrecognized arguments: --sequences"),
         (["decode", "--rounds", "0"], "whole number of at least 1, got '0'"),
         (["serve", "--rate", "nan"], "must be a number above 0, got 'nan'"),

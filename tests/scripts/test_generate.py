@@ -185,8 +185,8 @@ def test_seeds_and_turns(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--draft", "shadow"], "draft 'shadow' is not supported; supported: off"),
-        (["--quant", "int4"], "quant 'int4' is not supported; supported: auto, none"),
+        (["--draft", "shadow"], "--draft: 'shadow' is not supported; supported: off"),
+        (["--quant", "int4"], "--quant: 'int4' is not supported; supported: auto, none"),
         (["--level", "medium"], "unrecognized arguments: --level"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-p", "nan"], "top_p must be above 0"),
