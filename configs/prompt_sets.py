@@ -29,7 +29,7 @@ def load_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
     """The first `limit` prompts of a file (all by default). Raises `PromptFileError`."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise PromptFileError(f"cannot read the prompt file {path}: {why}") from None

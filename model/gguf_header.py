@@ -74,7 +74,8 @@ def _parse(buffer: mmap.mmap, path: str | os.PathLike[str]) -> GGUFHeader:
             tensors.append(cursor.tensor())
             where = f"tensor {tensors[-1].name!r}"
     except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError) as error:
-        raise GGUFError(f"{path} is damaged or cut off at {where} ({error})") from error
+        detail = "the file ends there" if isinstance(error, struct.error) else error
+        raise GGUFError(f"{path} is damaged or cut off at {where} ({detail})") from error
     alignment = int(metadata.get("general.alignment", 32))
     if alignment <= 0:
         raise GGUFError(f"{path}: general.alignment must be positive, got {alignment}")

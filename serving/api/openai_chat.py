@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from ...model.chat_template import ChatTemplateError
 from ..engine.request import Emission, TokenLogprob
 from .body import read_json
-from .errors import bad_request, unsupported
+from .errors import bad_request, context_exceeded, unsupported
 from .openai import FINISH, Call, TextAligner, aligner, finite, respond, token_bytes
 from .openai_options import check_logprobs, check_options, sampling_params
 from .schemas import ChatBody, ChatMessage, parse
@@ -27,6 +27,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
 
 
 def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
+    check_count(data.get("messages"), loaded)
     body = parse(ChatBody, data)
     ignored = check_options(body, service, loaded)
     messages = template_messages(body.messages)
@@ -47,6 +48,13 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
         prompt_param="messages",
         ignored=ignored,
     )
+
+
+def check_count(messages: Any, loaded: Loaded) -> None:
+    """Refuse more messages than the context has tokens before time is spent on each: a message takes at least one."""
+    context = loaded.engine.context_length
+    if isinstance(messages, list) and len(messages) > context:
+        raise context_exceeded("messages", f"at least {len(messages)}", context)
 
 
 def encode(loaded: Loaded, messages: list[dict[str, Any]]) -> list[int]:

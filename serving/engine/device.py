@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ...configs.engine import NULL_BLOCK, EngineConfig
 from ...configs.trunk import TrunkConfig
 from ...model.machine import cores
+from . import compile_cache
 from .programs import COPY_BLOCKS, Program, programs, step_sizes
 from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
 
@@ -67,7 +68,8 @@ class Device:
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compile every program, as many at a time as there are cores, and run each once."""
-        self._compile_all(progress)
+        with compile_cache.mended():
+            self._compile_all(progress)
         self.check_rounding()
         for kind in ("prefill", "decode", "decode_n"):
             if kind in self._listed:
