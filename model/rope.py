@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,6 @@ import numpy as np
 from ..configs.engine import BLOCK
 from ..configs.trunk import RopeScaling, TrunkConfig
 from ..kernels.numerics import product
-
-_MAKING = threading.Lock()
 
 
 def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> np.ndarray:
@@ -40,18 +37,8 @@ def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> np.
     return blended
 
 
-def _tables(theta: float, head_dim: int, scaling: RopeScaling | None, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tables of block starts and of places in a block. One pair of arrays per argument, also when programs are
-    traced in several threads: JAX writes equal constants into a program twice if they are different objects, and then
-    does not find it in its cache of compiled programs."""
-    with _MAKING:
-        return _make_tables(theta, head_dim, scaling, context)
-
-
 @functools.lru_cache(maxsize=8)
-def _make_tables(
-    theta: float, head_dim: int, scaling: RopeScaling | None, context: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _tables(theta: float, head_dim: int, scaling: RopeScaling | None, context: int) -> tuple[np.ndarray, np.ndarray]:
     freqs = frequencies(theta, head_dim, scaling)
 
     def cos_sin(positions: np.ndarray) -> np.ndarray:

@@ -95,6 +95,8 @@ class Trunk(nnx.Module):
         """
         c = self.config
         x = self.embed_tokens(ids, run)
+        # The same table is taken once: JAX would write it into the program twice if another thread had just replaced
+        # it in the cache of tables, and then not find the program in its cache of compiled ones.
         kinds = (False, True) if LOCAL in c.layer_types else (False,)
         angles = jnp.stack([cos_sin(c, queries.positions, run.context, local=local) for local in kinds])
         is_local = jnp.asarray(np.array([kind == LOCAL for kind in c.layer_types], np.int32))
