@@ -68,9 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         config = ServerConfig(host=args.host, port=args.port, api_keys=tuple(keys), max_body=args.max_body)
         if (args.tls_cert is None) != (args.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
-        for path in filter(None, (args.tls_cert, args.tls_key)):
-            Path(path).read_bytes()  # fails here, with the file's name
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         options.error(str(error))
     log_to_stderr(args.log_level)
     prepare(args.threads, args.mesh)
@@ -111,6 +109,8 @@ def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any])
     from umbra.serving.api.server import Tls, listen, run, url
 
     service = Service(config)
+    for path in filter(None, (args.tls_cert, args.tls_key)):
+        Path(path).read_bytes()  # fails here, with the file's name
     tls = Tls(args.tls_cert, args.tls_key) if args.tls_cert else None
     sock = listen(config.host, config.port)
     address = url(config.host, sock, tls)

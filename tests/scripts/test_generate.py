@@ -182,6 +182,16 @@ def test_seeds_and_turns(tmp_path, monkeypatch):
     assert [len(row["turns"]) for row in rows_of(files["a"])] == turns
 
 
+def test_the_output_is_neither_a_folder_nor_the_prompt_file(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('\ufeff{"question_id": 1, "category": "a", "turns": ["hello"]}\n', encoding="utf-8")
+    for out, message in ((tmp_path, "is a folder"), (prompts, "is the prompt file itself")):
+        with pytest.raises(SystemExit) as ended:
+            run_script(out, "--prompts", str(prompts))
+        assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert "hello" in prompts.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

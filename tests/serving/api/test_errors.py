@@ -194,6 +194,11 @@ def test_prompt_longer_than_the_context(api, stream):
     assert error_of(api.complete(prompt=[1] * 1000), 400)["param"] == "prompt"
 
 
+def test_more_messages_than_the_context_has_tokens(api):
+    error = error_of(api.chat(messages=[{"role": "user", "content": ""}] * 1001), 400)
+    assert error["code"] == "context_length_exceeded" and "at least 1001 tokens" in error["message"]
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_body_over_the_limit(api, declared):
     body = json.dumps({**GOOD, "messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode()
