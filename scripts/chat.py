@@ -306,7 +306,9 @@ class Chat:
                 text.append(piece.text)
                 self._show(piece.text)
                 if piece.finish in ("length", "max_tokens", "context_length"):
-                    ending = ", cut off: " + ("the context is full" if piece.finish == "context_length" else "too long")
+                    ending = ", cut off: " + (
+                        "the context is full" if piece.finish == "context_length" else "at the token limit"
+                    )
         except KeyboardInterrupt:
             ending = ", stopped"
         except ChatError as error:

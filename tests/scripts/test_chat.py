@@ -174,7 +174,7 @@ def test_a_server_with_odd_answers(monkeypatch, capsys, line):
 def test_a_server_that_sends_no_usage(monkeypatch, capsys, lines):
     assert served(monkeypatch, MODELS, *lines) == 0
     out, err = capsys.readouterr()
-    assert out == "A\n" and "cut off: too long" in err
+    assert out == "A\n" and "cut off: at the token limit" in err
 
 
 def test_a_server_that_breaks_off(monkeypatch, capsys):
