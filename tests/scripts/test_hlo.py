@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +19,16 @@ from umbra.scripts.tpu.flops import flops
 
 SMALL = 8192
 """Scalars, counters and index arithmetic: bytes that the expected figures leave out."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_compilation_cache() -> Iterator[None]:
+    """Programs for a topology cannot be read back without a TPU."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def parse(text: str) -> hlo.Module:
