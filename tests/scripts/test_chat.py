@@ -120,7 +120,7 @@ def test_lines_that_go_on(monkeypatch):
 def test_cut_off_answers_say_so(monkeypatch):
     backend = Backend([Piece("A", 1, "max_tokens", 1)], [Piece("B", 1, "context_length", 1)])
     _, notes, _ = chat(monkeypatch, backend, "one", "two")
-    assert "too long" in notes and "the context is full" in notes
+    assert "at the token limit" in notes and "the context is full" in notes
 
 
 def test_speed_leaves_the_first_piece_out(monkeypatch):
