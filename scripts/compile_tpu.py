@@ -93,13 +93,20 @@ def compile_programs(
 def parser() -> argparse.ArgumentParser:
     p = OneLineParser(prog="compile_tpu.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     p.add_argument("--model", default="smollm2", help=f"smollm2 (default) or one of {', '.join(NAMED)}")
-    p.add_argument("--topology", default="v5e:2x2", help=f"CHIP:AxB, CHIP one of {', '.join(chips.CHIPS)}")
     p.add_argument(
-        "--mesh", type=mesh_sizes, metavar="data=D,model=M", help="default: model = largest divisor that divides K"
+        "--topology", default="v5e:2x2", help=f"CHIP:AxB (%(default)s), CHIP one of {', '.join(chips.CHIPS)}"
     )
-    p.add_argument("--slots", type=positive, default=EngineConfig.slots, help="sequences per data shard")
+    p.add_argument(
+        "--mesh",
+        type=mesh_sizes,
+        metavar="data=D,model=M",
+        help="default: model = largest divisor of the chips that divides the key/value heads",
+    )
+    p.add_argument("--slots", type=positive, default=EngineConfig.slots, help="sequences per data shard (%(default)s)")
     p.add_argument("--decode-steps", type=positive, help="passes of the decode_n program (8); 1: leave it out")
-    p.add_argument("--context", type=positive, default=1024, help="tokens in the KV cache of every sequence")
+    p.add_argument(
+        "--context", type=positive, default=1024, help="tokens in the KV cache of every sequence (%(default)s)"
+    )
     p.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
     return p
 
