@@ -152,7 +152,7 @@ def test_a_stop_signal_ends_running_answers_and_the_server():
     began = time.monotonic()
     assert run(service, sock, load, ready.set) == 0
     thread.join(5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10  # what a stop may take at most
     assert seen["early"] == 503
     assert json.loads(seen["lines"][-1].removeprefix("data: "))["error"]["code"] == "cancelled"
     assert engine.closed

