@@ -68,7 +68,7 @@ def convert(source: Source, destination: Path, to: str, dtype: str) -> None:
     """Writes `source` to `destination` in the format `to`."""
     import numpy as np
 
-    from umbra.model.files import replacing
+    from umbra.configs.files import replacing
     from umbra.model.load import ModelError
     from umbra.model.params import param_specs
     from umbra.model.weights import export

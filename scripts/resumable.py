@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..model.files import write_text
+from ..configs.files import write_text
 
 
 class ResumableRows:

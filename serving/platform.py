@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from ..model.files import cache_dir
+from ..configs.files import cache_dir
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ...configs.machine import cores
 from ...configs.trunk import TrunkConfig
-from ..machine import cores
 from ..params import param_specs
 from .placement import Piece
 from .stored import OpenFiles, row_spans

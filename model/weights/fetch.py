@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..files import cache_dir
+from ...configs.files import cache_dir
 from .assemble import Progress
 from .errors import ModelError
 from .identity import file_sha256, known_sha256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..files import cache_dir
+from ...configs.files import cache_dir
 from .errors import ModelError
 from .hf_config import trunk_config
 from .jsonfile import read_json

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from ..files import cache_dir, write_text
+from ...configs.files import cache_dir, write_text
 from .errors import ModelError
 from .stored import OpenFiles, StoredTensor
 

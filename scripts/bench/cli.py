@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ...configs.machine import cores
 from ...configs.prompt_sets import DEFAULT, PromptFileError
-from ...model.machine import cores
 from ...model.weights.errors import ModelError
 from ..model_options import OneLineParser, add_draft_option, add_model_options, positive
 from . import harness, serve

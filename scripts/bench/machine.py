@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from ...model.machine import cores
+from ...configs.machine import cores
 
 FLAGS = (
     "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16",

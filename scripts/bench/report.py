@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...model.files import write_text
+from ...configs.files import write_text
 from .plan import Plan
 from .systems import PEERS
 

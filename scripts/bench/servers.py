@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from ...model.files import cache_dir
+from ...configs.files import cache_dir
 from .plan import Plan
 from .processes import BenchError, last_line
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from ...model.machine import cores
+from ...configs.machine import cores
 from ...serving.engine.programs import Program
 from . import assume, hlo, traffic
 from .chips import Chip

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ...configs.engine import NULL_BLOCK, EngineConfig
+from ...configs.machine import cores
 from ...configs.trunk import TrunkConfig
-from ...model.machine import cores
 from . import compile_cache
 from .programs import COPY_BLOCKS, Program, programs, step_sizes
 from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
