@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from .trunk import TrunkConfig
 
@@ -30,6 +31,10 @@ class EngineConfig:
     contexts a slot."""
     blocks: int | None = None
     """KV blocks, the null block included."""
+    kv: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """How keys and values are stored; auto: int8 with native kernels, else the type of unquantised weights."""
+    logits: bool = False
+    """Hand the logits of the last pass back to the host, which digests are made of."""
     prefill_chunk: int = 128
     """Prompt tokens of one step, beside one token of every running sequence."""
     decode_steps: int | None = None
@@ -50,6 +55,8 @@ class EngineConfig:
         for field in ("tile", "prefill_tile"):
             if not 2 <= getattr(self, field) <= 32:  # in this range XLA:CPU rounds alike (tests/kernels/test_tiles.py)
                 raise ValueError(f"{field} must be between 2 and 32 rows, got {getattr(self, field)}")
+        if self.kv not in ("auto", "float32", "bfloat16", "int8"):
+            raise ValueError(f"kv {self.kv!r} is not supported; supported: auto, float32, bfloat16, int8")
         if self.context_length is not None and self.context_length < 2:
             raise ValueError(f"context_length must be at least 2, got {self.context_length}")
         if self.blocks is None and not self.kv_memory > 0:
@@ -74,9 +81,9 @@ class EngineConfig:
         """Entries of a block table: blocks of one full context."""
         return -(-self.context(trunk) // BLOCK)
 
-    def pool_blocks(self, trunk: TrunkConfig, itemsize: int) -> int:
-        """KV blocks of the pool; a `ValueError` when not even one full context would fit."""
-        per_block = trunk.kv_bytes_per_token(itemsize) * BLOCK
+    def pool_blocks(self, trunk: TrunkConfig, kv_bytes: int) -> int:
+        """KV blocks of the pool, at `kv_bytes` a token; a `ValueError` when not even one full context would fit."""
+        per_block = kv_bytes * BLOCK
         needed = self.table_width(trunk) + 1
         if self.blocks is None:
             most = 4 * self.slots * self.table_width(trunk) + 1

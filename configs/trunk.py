@@ -110,7 +110,3 @@ class TrunkConfig:
     def layer_types(self) -> tuple[str, ...]:
         """'global' or 'local' for each of the L layers."""
         return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.n_layers))
-
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token, all layers, elements of `itemsize` bytes."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * itemsize

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,64 +10,93 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..configs.embedding import FILE, EmbeddingForm, parse_embedding
 from ..configs.models import named
 from ..configs.trunk import TrunkConfig
+from ..kernels.backend import Kernels
 from .chat_template import ChatTemplate
-from .params import param_specs
+from .frequency import frequent_tokens
 from .tokenizer import Tokenizer
 from .weights import fetch, huggingface
 from .weights.assemble import Progress
 from .weights.errors import ModelError
 from .weights.gguf import open_gguf
 from .weights.orbax import DESCRIPTION, open_orbax
+from .weights.plan import QUANTS, check_mesh, floats, plan
+from .weights.random import RandomSource
 from .weights.source import Source
-from .weights.stored import BFLOAT16
-from .weights.text import load_text
+from .weights.text import Text, load_text
 
-__all__ = ["Model", "ModelError", "load_model", "open_source", "random_params"]
+__all__ = ["QUANTS", "Model", "ModelError", "load_model", "open_source", "random_params"]
+
+PLAIN = Kernels()
+"""Plain JAX for everything."""
 
 RANDOM = ("tiny", "tiny-gemma")
 """Configurations that `load_model` fills with random numbers."""
 
-QUANTS = ("auto", "none")
-
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A trunk with its parameters in place. `quant` is the resolved form of the weights, for example "float32";
-    `eos_ids` end a text or a turn; `tokenizer` and `chat_template` are None where the files have none."""
+    """A trunk with its parameters in place: arrays, or quantised leaves (kernels/linear/weight.py). `quant` is the
+    resolved form of the weights in words, for example "float32" or "int8 in groups of 32"; `eos_ids` end a text or a
+    turn; `tokenizer` and `chat_template` are None where the files have none."""
 
     name: str
     config: TrunkConfig
-    params: dict[str, jax.Array]
+    params: dict[str, Any]
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     eos_ids: tuple[int, ...]
     weights_id: str
     quant: str
+    kernels: Kernels = PLAIN
+    """What the parameters are laid out for."""
 
 
-def load_model(spec: str, *, quant: str = "auto", mesh: Mesh | None = None, progress: Progress | None = None) -> Model:
+def load_model(
+    spec: str,
+    *,
+    quant: str = "auto",
+    kernels: Kernels = PLAIN,
+    embedding: str | EmbeddingForm = FILE,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Model:
     """Loads `smollm2`, `gemma3-270m`, `hf:ORG/NAME`, a `.gguf` file, a Hugging Face or Orbax folder, or `tiny` and
-    `tiny-gemma` (random weights).
+    `tiny-gemma` (random weights from `seed`).
 
-    Weights are float32 on a CPU and bfloat16 elsewhere, sharded over `mesh` or on the default device. `progress` is
-    called with what is done and how much of how much. Raises `ModelError`.
+    `quant` is "auto", "none", "int8" or "int4" (weights/plan.py says what they are), `embedding` the form of the table
+    of tokens (configs/embedding.py) and `kernels` what will run the model: its backend of linear layers decides how
+    quantised weights lie in memory. Parameters are sharded over `mesh` or on the default device. `progress` is called
+    with what is done and how much of how much. Raises `ModelError`.
     """
-    if quant not in QUANTS:
-        why = "int8 and int4 need the quantised kernels; " if quant in ("int8", "int4") else ""
-        raise ModelError(f"quant {quant!r} is not supported: {why}supported: {', '.join(QUANTS)}")
-    dtype = _dtype(mesh)
-    if spec in RANDOM:
-        config = named(spec)
-        params = random_params(config, dtype=dtype, mesh=mesh)
-        return Model(spec, config, params, None, None, (), _random_id(config), dtype.name)
-    source = open_source(spec, progress)
-    text = load_text(source)
-    params = source.load(dtype, mesh, progress)
-    return Model(
-        spec, source.config, params, text.tokenizer, text.chat_template, text.eos_ids, source.weights_id(), dtype.name
+    source = RandomSource(named(spec), seed) if spec in RANDOM else open_source(spec, progress)
+    text = Text() if isinstance(source, RandomSource) else load_text(source)
+    config = source.config
+    planned = plan(
+        source,
+        quant,
+        kernels.linear,
+        mesh.devices.flat[0].platform if mesh is not None else jax.default_backend(),
+        embedding=_embedding(embedding),
+        frequent=lambda n: frequent_tokens(n, config.vocab_size, text.tokenizer),
     )
+    if mesh is not None:
+        check_mesh(config, planned.plans, mesh.shape["model"])
+    params = source.load(planned.plans, mesh, progress)
+    return Model(
+        spec, config, params, text.tokenizer, text.chat_template, text.eos_ids, source.weights_id(), planned.words,
+        kernels,
+    )  # fmt: skip
+
+
+def _embedding(given: str | EmbeddingForm) -> EmbeddingForm:
+    try:
+        return parse_embedding(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def open_source(spec: str, progress: Progress | None = None) -> Source:
@@ -100,23 +127,5 @@ def open_source(spec: str, progress: Progress | None = None) -> Source:
 def random_params(
     config: TrunkConfig, *, seed: int = 0, dtype: Any = np.float32, mesh: Mesh | None = None
 ) -> dict[str, jax.Array]:
-    """Random parameters, the same for the same `seed` on every machine: normal with variance 1 / fan-in, ones for
-    norms, zeros for biases."""
-    params = {}
-    for path, spec in param_specs(config).items():
-        if spec.init == "normal":
-            rng = np.random.default_rng([seed, zlib.crc32(path.encode())])
-            value = rng.standard_normal(spec.shape, np.float32) * np.float32(spec.fan_in**-0.5)
-        else:
-            value = np.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, np.float32)
-        params[path] = jax.device_put(value.astype(dtype), spec.sharding(mesh) if mesh is not None else None)
-    return params
-
-
-def _random_id(config: TrunkConfig) -> str:
-    return hashlib.sha256(f"random parameters, seed 0: {config!r}".encode()).hexdigest()
-
-
-def _dtype(mesh: Mesh | None) -> np.dtype:
-    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-    return np.dtype(np.float32) if platform == "cpu" else BFLOAT16
+    """Random parameters of one float type, the same for the same `seed` on every machine."""
+    return RandomSource(config, seed).load(floats(config, np.dtype(dtype)), mesh)

@@ -17,6 +17,9 @@ import numpy as np
 from ..configs.engine import BLOCK
 from ..configs.trunk import RopeScaling, TrunkConfig
 from ..kernels.numerics import product
+from ..kernels.rows import rotate
+
+__all__ = ["cos_sin", "frequencies", "rotate"]
 
 
 def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> np.ndarray:
@@ -59,10 +62,3 @@ def cos_sin(config: TrunkConfig, positions: jax.Array, context: int, *, local: b
     cos = product(a[:, 0], b[:, 0]) - product(a[:, 1], b[:, 1])
     sin = product(a[:, 1], b[:, 0]) + product(a[:, 0], b[:, 1])
     return jnp.stack([cos, sin], axis=1)
-
-
-def rotate(x: jax.Array, cos_sin: jax.Array) -> jax.Array:
-    """`x` `[T, heads, H]` with each pair (i, i + H/2) turned by its angle."""
-    cos, sin = cos_sin[:, None, 0], cos_sin[:, None, 1]
-    low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([product(low, cos) - product(high, sin), product(high, cos) + product(low, sin)], axis=-1)

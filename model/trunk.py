@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,28 +23,29 @@ from jax import lax
 
 from ..configs.engine import BLOCK
 from ..configs.trunk import LOCAL, TrunkConfig
-from ..kernels import numerics
-from ..kernels.attention import Queries, attend, write_kv
-from ..kernels.attention.reference import GROUP
-from ..kernels.tiles import map_rows
+from ..kernels import linear, numerics
+from ..kernels.attention import GROUP, KVFormat, KVPool, Queries, attention
+from ..kernels.backend import Kernels
+from ..kernels.linear import Weight
+from ..kernels.rows import rms_norm
 from .params import param_specs
-from .rope import cos_sin, rotate
+from .rope import cos_sin
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
     """How the step runs, apart from the model: decided per target, fixed at compile time."""
 
+    kernels: Kernels = Kernels()
+    """Who computes each operation."""
     tile: int | None = None
-    """Rows of one product (kernels/tiles.py); None: all rows at once, for a TPU."""
+    """Rows of one product of the plain path on a CPU (kernels/tiles.py); None: all rows at once."""
     head_tile: int | None = None
     """The same for the head, which few rows of a step need."""
     axis: str | None = None
     """Mesh axis over which heads, F and V are split; None: not split."""
     context: int = 8192
     """Positions that can occur."""
-    tpu: bool = False
-    """Compiled for a TPU."""
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of the devices' parts."""
@@ -62,7 +62,7 @@ class Layers(nnx.Module):
 
 
 class Trunk(nnx.Module):
-    """A decoder. `params` are arrays (or abstract arrays) by the names of `param_specs`."""
+    """A decoder. `params` are weights (arrays, quantised or abstract) by the names of `param_specs`."""
 
     embed: nnx.Param
     final_norm: nnx.Param
@@ -75,126 +75,143 @@ class Trunk(nnx.Module):
         for path in param_specs(config).keys() - stacked:
             setattr(self, path, nnx.Param(params[path]))
 
-    def embed_tokens(self, ids: jax.Array, run: Execution) -> jax.Array:
-        """Embeddings `[T, D]` of `ids` `[T]`, float32."""
-        table = self.embed[...]
+    def embed_tokens(self, ids: jax.Array, n_tokens: jax.Array, run: Execution) -> jax.Array:
+        """Embeddings `[T, D]` of the first `n_tokens` of `ids` `[T]`, float32."""
+        table: Weight = self.embed.get_value()
         if run.axis:
-            first = lax.axis_index(run.axis) * table.shape[0]
-            mine = (ids >= first) & (ids < first + table.shape[0])
-            x = jnp.where(mine[:, None], table[jnp.where(mine, ids - first, 0)], 0)
+            rows = self.config.vocab_size // lax.axis_size(run.axis)
+            ids = ids - lax.axis_index(run.axis) * rows
+            mine = (ids >= 0) & (ids < rows)
+            x = linear.embed(jnp.where(mine, ids, 0), table, n_rows=n_tokens, backend=run.kernels.linear)
+            x = run.sum(jnp.where(mine[:, None], x, 0.0))
         else:
-            x = table[ids]
-        return run.sum(x.astype(jnp.float32)) * self.config.embed_scale
+            x = linear.embed(ids, table, n_rows=n_tokens, backend=run.kernels.linear)
+        return x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
 
     def __call__(
-        self, ids: jax.Array, queries: Queries, pool: jax.Array, layers: jax.Array, n_layers: jax.Array, run: Execution
-    ) -> tuple[jax.Array, jax.Array]:
+        self, ids: jax.Array, queries: Queries, pool: KVPool, layers: jax.Array, n_layers: jax.Array, run: Execution
+    ) -> tuple[jax.Array, KVPool]:
         """Last hidden states `[T, D]` (before the final norm) of the tokens `ids` `[T]`, and the pool with their KV.
 
         `layers` int32 `[L]` lists the layers to run, the first `n_layers` of it, in order.
         """
         c = self.config
-        x = self.embed_tokens(ids, run)
+        x = self.embed_tokens(ids, queries.n_tokens, run)
         # The same table is taken once: JAX would write it into the program twice if another thread had just replaced
         # it in the cache of tables, and then not find the program in its cache of compiled ones.
         kinds = (False, True) if LOCAL in c.layer_types else (False,)
         angles = jnp.stack([cos_sin(c, queries.positions, run.context, local=local) for local in kinds])
         is_local = jnp.asarray(np.array([kind == LOCAL for kind in c.layer_types], np.int32))
-        stack = {name: getattr(self.layers, name)[...] for name in self.layers.names}
+        stack = {name: getattr(self.layers, name).get_value() for name in self.layers.names}
 
-        def layer(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def layer(i: jax.Array, carry: tuple[jax.Array, KVPool]) -> tuple[jax.Array, KVPool]:
             x, pool = carry
             index = layers[i]
             local = is_local[index]
-            weights = _Layer(c, stack, index, run)
-            q, k, v = map_rows(weights.project, run.tile, queries.n_tokens, x, angles[local])
-            pool = write_kv(pool, index, k, v, queries, pin=run.tpu)
-            attended = attend(
-                q, pool, index, queries,
-                scale=c.scale, window=local * (c.sliding_window or 0), softcap=c.attention_softcap,
-                pin=run.tpu,
-            )  # fmt: skip
-            x = map_rows(weights.finish, run.tile, queries.n_tokens, x, attended)
-            return x, pool
+            one = _Layer(c, stack, index, queries.n_tokens, run)
+            q, k, v = one.project(x)
+            attended, pool = one.attend(q, k, v, pool, queries, angles[local], local * (c.sliding_window or 0))
+            return one.feed_forward(one.add_attended(x, attended)), pool
 
         return lax.fori_loop(0, n_layers, layer, (x, pool))
 
-    def logits(self, x: jax.Array, run: Execution) -> jax.Array:
-        """Logits `[R, V]`, float32, of hidden states `[R, D]`."""
+    def logits(self, x: jax.Array, n_rows: jax.Array, run: Execution) -> jax.Array:
+        """Logits `[R, V]`, float32, of the first `n_rows` of the hidden states `[R, D]`."""
         c = self.config
-        x = rms_norm(x, self.final_norm[...], c.norm_eps)
-        table = (self.embed if c.tied_embeddings else self.head)[...]
-        logits = _linear(x, table)
+        (logits,) = linear.linear(
+            x, [self._head()], None, n_rows=n_rows, norm=self._final_norm(), backend=run.kernels.linear,
+            tile=run.head_tile,
+        )  # fmt: skip
         if run.axis:
             logits = lax.all_gather(logits, run.axis, axis=1, tiled=True)
         if c.logit_softcap is not None:
             logits = c.logit_softcap * numerics.tanh(logits / c.logit_softcap)
         return logits
 
+    def greedy(self, x: jax.Array, n_rows: jax.Array, run: Execution) -> jax.Array:
+        """The most likely tokens int32 `[R]` of the first `n_rows` of the hidden states `[R, D]`: those of `logits`,
+        without having all of them in memory at once. The lowest id wins a tie."""
+        token, best, _ = linear.greedy_head(
+            x, self._head(), norm=self._final_norm(), n_rows=n_rows, softcap=self.config.logit_softcap,
+            backend=run.kernels.linear, tile=run.head_tile,
+        )  # fmt: skip
+        if not run.axis:
+            return token
+        first = lax.axis_index(run.axis) * (self.config.vocab_size // lax.axis_size(run.axis))
+        tokens = lax.all_gather(token + first, run.axis)  # [model, R]
+        return jnp.take_along_axis(tokens, lax.all_gather(best, run.axis).argmax(0)[None], axis=0)[0]
+
+    def _head(self) -> Weight:
+        return (self.embed if self.config.tied_embeddings else self.head).get_value()
+
+    def _final_norm(self) -> tuple[jax.Array, float]:
+        return self.final_norm.get_value(), self.config.norm_eps
+
 
 class _Layer:
-    """One layer of the stack, at a traced index. Weights are taken from the stack where they are used."""
+    """One layer of the stack, at a traced index. Operations take the whole stack and the index: a slice of it would
+    be copied in every pass."""
 
-    def __init__(self, config: TrunkConfig, stack: Mapping[str, jax.Array], index: jax.Array, run: Execution) -> None:
-        self.config, self.stack, self.index, self.run = config, stack, index, run
+    def __init__(
+        self, config: TrunkConfig, stack: Mapping[str, Weight], index: jax.Array, n_rows: jax.Array, run: Execution
+    ) -> None:
+        self.config, self.stack, self.index, self.n_rows, self.run = config, stack, index, n_rows, run
 
-    def __getitem__(self, name: str) -> jax.Array:
-        return lax.dynamic_index_in_dim(self.stack[name], self.index, 0, keepdims=False)
+    def _linear(self, x: jax.Array, names: tuple[str, ...], **how: Any) -> tuple[jax.Array, ...]:
+        return linear.linear(
+            x, [self.stack[name] for name in names], self.index, n_rows=self.n_rows,
+            backend=self.run.kernels.linear, tile=self.run.tile, **how,
+        )  # fmt: skip
 
-    def project(self, x: jax.Array, angles: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries `[R, N, H]`, keys and values `[R, K, H]` of hidden states `[R, D]`, rotated by `angles`."""
+    def _norm(self, name: str) -> tuple[jax.Array, float]:
+        return self.stack[name], self.config.norm_eps
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[T, N, H]`, keys and values `[T, K, H]` of hidden states `[T, D]`, not rotated yet."""
+        bias = [self.stack[f"{name}_bias"] for name in ("q", "k", "v")] if self.config.qkv_bias else None
+        q, k, v = self._linear(x, ("q", "k", "v"), norm=self._norm("attn_norm"), bias=bias)
+        H = self.config.head_dim
+        return q.reshape(len(x), -1, H), k.reshape(len(x), -1, H), v.reshape(len(x), -1, H)
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, pool: KVPool, queries: Queries, angles: jax.Array,
+        window: jax.Array,
+    ) -> tuple[jax.Array, KVPool]:  # fmt: skip
+        """Attention's result `[T, N * H]`, and the pool with the tokens' keys and values."""
         c = self.config
-        h = rms_norm(x, self["attn_norm"], c.norm_eps)
-        q, k, v = (_linear(h, self[name]) for name in ("q", "k", "v"))
-        if c.qkv_bias:
-            q, k, v = (y + self[f"{name}_bias"].astype(jnp.float32) for y, name in ((q, "q"), (k, "k"), (v, "v")))
-        if c.qk_norm:
-            q = rms_norm(q, self["q_norm"], c.norm_eps)
-            k = rms_norm(k, self["k_norm"], c.norm_eps)
-        return rotate(q, angles), rotate(k, angles), v
+        result = attention(
+            q, k, v, pool, self.index, queries,
+            angles=angles,
+            q_norm=self._norm("q_norm") if c.qk_norm else None,
+            k_norm=self._norm("k_norm") if c.qk_norm else None,
+            scale=c.scale, window=window, softcap=c.attention_softcap,
+            backend=self.run.kernels.attention,
+        )  # fmt: skip
+        return result.out.reshape(len(q), -1), result.pool
 
-    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        """Hidden states after attention's output projection and the feed-forward network."""
-        c = self.config
-        y = self.run.sum(_linear(attended.reshape(len(attended), -1), _flatten_inputs(self["o"])))
-        if c.sandwich_norms:
-            y = rms_norm(y, self["post_attn_norm"], c.norm_eps)
-        x = x + y
-        h = rms_norm(x, self["mlp_norm"], c.norm_eps)
-        gate, up = _linear(h, self["gate"]), _linear(h, self["up"])
-        y = self.run.sum(_linear(_activate(gate, c.activation) * up, self["down"]))
-        if c.sandwich_norms:
-            y = rms_norm(y, self["post_mlp_norm"], c.norm_eps)
-        return x + y
+    def add_attended(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Hidden states after attention's output projection."""
+        return self._add(x, attended, "o", "post_attn_norm")
 
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        """Hidden states after the feed-forward network."""
+        gate, up = self._linear(x, ("gate", "up"), norm=self._norm("mlp_norm"))
+        return self._add(x, gate, "down", "post_mlp_norm", up=up, activation=self.config.activation)
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019), float32."""
-    mean = numerics.product(numerics.ordered_sum(numerics.product(x, x)), jnp.float32(1.0 / x.shape[-1]))
-    return numerics.product(x * (1.0 / jnp.sqrt(mean + eps))[..., None], weight.astype(jnp.float32))
-
-
-def _linear(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`x` `[R, in]` times `weight` `[..., in]`: `[R, ...]`, accumulated in float32."""
-    flat = weight.reshape(-1, weight.shape[-1])  # more axes would make XLA:CPU transpose a copy
-    y = lax.dot_general(x.astype(weight.dtype), flat, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return y.reshape(len(x), *weight.shape[:-1])
-
-
-def _flatten_inputs(weight: jax.Array) -> jax.Array:
-    return weight.reshape(weight.shape[0], math.prod(weight.shape[1:]))
-
-
-def _activate(x: jax.Array, kind: str) -> jax.Array:
-    if kind == "silu":
-        return x / (1.0 + numerics.exp(-x))
-    cubic = x + numerics.product(0.044715 * x * x, x)  # GELU by its tanh approximation
-    return 0.5 * x * (1.0 + numerics.tanh(math.sqrt(2.0 / math.pi) * cubic))
+    def _add(self, x: jax.Array, y: jax.Array, name: str, post_norm: str, **how: Any) -> jax.Array:
+        """`x` plus the product of `y`, normalised first where the family does so."""
+        norm = self._norm(post_norm) if self.config.sandwich_norms else None
+        if self.run.axis is None:
+            return self._linear(y, (name,), post_norm=norm, residual=x, **how)[0]
+        (part,) = self._linear(y, (name,), **how)  # of this device; norm and residual want the whole
+        y = self.run.sum(part)
+        return x + (y if norm is None else rms_norm(y, norm[0][self.index], norm[1]))
 
 
 def logits(
-    config: TrunkConfig, params: Mapping[str, jax.Array], ids: np.ndarray, rows: np.ndarray | None = None
-) -> jax.Array:
+    config: TrunkConfig, params: Mapping[str, Any], ids: np.ndarray, rows: np.ndarray | None = None, *,
+    kernels: Kernels = Kernels(), kv: KVFormat = KVFormat("float32"),
+) -> jax.Array:  # fmt: skip
     """Logits `[T, V]` of one whole sequence `ids` `[T]` (or only `[len(rows), V]` at the positions `rows`): the trunk
     without an engine, for tests and tools."""
     T = len(ids)
@@ -212,17 +229,21 @@ def logits(
     )
     wanted = np.arange(T) if rows is None else np.asarray(rows)
     wanted = np.pad(wanted, (0, -len(wanted) % 32), mode="edge").astype(np.int32)
-    got = _whole(config, blocks, dict(params), np.pad(np.asarray(ids, np.int32), (0, padded - T)), queries, wanted)
+    got = _whole(
+        config, blocks, kernels, kv, dict(params), np.pad(np.asarray(ids, np.int32), (0, padded - T)), queries, wanted
+    )
     return got[: T if rows is None else len(rows)]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _whole(
-    config: TrunkConfig, blocks: int, params: Mapping[str, jax.Array], ids: jax.Array, queries: Queries, rows: jax.Array
-) -> jax.Array:
-    run = Execution(tile=32, head_tile=32, context=blocks * BLOCK)
-    shape = (blocks + 1, config.n_layers, 2, config.n_kv_heads, BLOCK, config.head_dim)
+    config: TrunkConfig, blocks: int, kernels: Kernels, kv: KVFormat, params: Mapping[str, Any], ids: jax.Array,
+    queries: Queries, rows: jax.Array,
+) -> jax.Array:  # fmt: skip
+    run = Execution(kernels, tile=32, head_tile=32, context=blocks * BLOCK)
+    shapes = kv.pool(blocks + 1, config.n_layers, config.n_kv_heads, config.head_dim)
+    pool = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     trunk = Trunk(config, params)
     layers = jnp.arange(config.n_layers, dtype=jnp.int32)
-    x, _ = trunk(ids, queries, jnp.zeros(shape, jnp.float32), layers, jnp.int32(config.n_layers), run)
-    return map_rows(lambda x: trunk.logits(x, run), run.head_tile, jnp.int32(len(rows)), x[rows])
+    x, _ = trunk(ids, queries, pool, layers, jnp.int32(config.n_layers), run)
+    return trunk.logits(x[rows], jnp.int32(len(rows)), run)

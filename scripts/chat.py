@@ -89,7 +89,10 @@ class Local:
         self.name = self._model.name
 
     def _open(self, args: argparse.Namespace, progress: Any) -> tuple[Model, Engine]:
-        return open_engine(args.model or "smollm2", args.quant, args.mesh, progress=progress, slots=1)
+        return open_engine(
+            args.model or "smollm2", args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding,
+            progress=progress, kv=args.kv, slots=1,
+        )
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
         try:
@@ -349,8 +352,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
-    if args.url and (args.quant != "auto" or args.threads or args.mesh):
-        options.error("--quant, --threads and --mesh belong to a local model, not to --url")
+    if args.url and (args.threads or args.mesh or {args.quant, args.kv, args.kernels} != {"auto"}):
+        options.error("--quant, --kv, --kernels, --threads and --mesh belong to a local model, not to --url")
     if args.api_key and not args.url:
         options.error("--api-key belongs to --url")
     typed = sys.stdin.isatty()
@@ -358,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     notes = console if typed and console.is_terminal else Console(stderr=True)
     try:
         if not args.url:
-            prepare(args.threads, args.mesh)
+            prepare(args.threads, args.mesh, args.kernels)
         backend: Backend = Remote(args) if args.url else Local(args)
     except KeyboardInterrupt:
         os._exit(130)  # a compilation may be running, which cannot be interrupted

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -26,9 +26,13 @@ from rich.table import Table
 from umbra.configs.engine import EngineConfig
 from umbra.configs.models import NAMED, named
 from umbra.configs.trunk import TrunkConfig
-from umbra.scripts.model_options import OneLineParser, mesh_sizes, positive
+from umbra.kernels.backend import choose
+from umbra.scripts.model_options import OneLineParser, mesh_sizes, only, positive
 from umbra.scripts.tpu import chips
 from umbra.scripts.tpu.environment import prepare
+
+if TYPE_CHECKING:
+    from umbra.scripts.tpu.jobs import Target
 
 ALIASES = {"smollm2": "smollm2-135m"}
 
@@ -39,18 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare()
     try:
         config = named(ALIASES.get(args.model, args.model))
-        engine = EngineConfig(slots=args.slots, decode_steps=args.decode_steps)
-        if args.context > engine.context(config):
-            raise ValueError(f"--context may be at most {engine.context(config)} for {config.name}, got {args.context}")
+        if args.context > config.context_length:
+            raise ValueError(f"--context may be at most {config.context_length} for {config.name}, got {args.context}")
         mesh = open_mesh(args.topology, config, args.mesh)
+        kernels = choose("tpu", args.kernels).kernels
     except ValueError as error:
         options.error(str(error))
+    from umbra.scripts.tpu.jobs import Target
+
+    target = Target(config, mesh, kernels, args.quant, args.kv, args.context, args.sampling, args.decode_steps)
     console = Console(stderr=True)
-    result = compile_programs(config, engine, mesh, args.topology, args.context, console)
+    result = compile_programs(target, args.topology, args.slots, args.sequences, args.roofline, console)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    Console().print(_table(result))
+    out = Console()
+    out.print(_table(result))
+    if result["roofline"]:
+        out.print(_roofline(result))
     return _verdict(result["programs"])
 
 
@@ -62,31 +72,40 @@ def open_mesh(topology: str, config: TrunkConfig, sizes: tuple[int, int] | None)
 
 
 def compile_programs(
-    config: TrunkConfig, engine: EngineConfig, mesh: Any, topology: str, context: int, console: Console
+    target: Target, topology: str, slots: int, sequences: Sequence[int], roofline: bool, console: Console
 ) -> dict[str, Any]:
     """The whole report: the keys of the JSON file."""
-    import jax.numpy as jnp
-
-    from umbra.scripts.tpu import assume, report
-    from umbra.serving.engine.programs import programs
+    from umbra.scripts.tpu import jobs, report
 
     started = time.perf_counter()
     chip = chips.chip_of(topology)
-    listed = programs(config, engine, mesh, dtype=jnp.bfloat16)
+    engine = target.engine(slots)
+    listed = jobs.engine_jobs(target, slots) + jobs.decode_jobs(target, [n for n in sequences if n != slots])
+    count = len(listed)
+    if roofline:
+        listed += jobs.decode_jobs(target, jobs.ROOFLINE_SEQUENCES, jobs.ROOFLINE_NEW_TOKENS)
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(f"compiling {config.name} for {topology}", total=len(listed))
-        load = assume.Load(config, engine, context)
-        rows = report.compile_all(listed, load, mesh, chip, jnp.bfloat16.dtype.itemsize, lambda *_: bar.advance(task))
+        task = bar.add_task(f"compiling {target.config.name} for {topology}", total=len(listed))
+        rows = report.compile_all(listed, target.mesh, chip, lambda *_: bar.advance(task))
     return {
-        "model": config.name,
+        "model": target.config.name,
         "topology": topology,
         "chip": chip.name,
-        "mesh": dict(mesh.shape),
+        "mesh": dict(target.mesh.shape),
         "dtype": "bfloat16",
-        "settings": {"slots": engine.slots, "context": context, "decode_steps": engine.passes("tpu")},
+        "settings": {
+            "slots": slots,
+            "context": target.context,
+            "decode_steps": engine.passes("tpu"),
+            "kernels": target.kernels._asdict(),
+            "quant": target.quant,
+            "kv": target.kv_format(engine).name,
+            "sampling": target.sampling,
+        },
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "umbra")},
         "seconds": round(time.perf_counter() - started, 1),
-        "programs": rows,
+        "programs": rows[:count],
+        "roofline": rows[count:],
     }
 
 
@@ -102,13 +121,42 @@ def parser() -> argparse.ArgumentParser:
         metavar="data=D,model=M",
         help="default: model = largest divisor of the chips that divides the key/value heads",
     )
+    p.add_argument(
+        "--kernels", default="auto", type=only("auto", "xla", "tpu"),
+        help="auto (default; ours), tpu (the same), or xla (plain JAX, to compare with)",
+    )  # fmt: skip
+    p.add_argument(
+        "--quant", default="none", type=only("none", "int8", "int4"),
+        help="weights: none (default; bfloat16), int8 (a scale for each output channel) or int4 (for each 32 inputs)",
+    )  # fmt: skip
+    p.add_argument(
+        "--kv", default="auto", type=only("auto", "bfloat16", "int8", "float32"),
+        help="keys and values: auto (default; bfloat16), int8, float32",
+    )  # fmt: skip
     p.add_argument("--slots", type=positive, default=EngineConfig.slots, help="sequences per data shard (%(default)s)")
     p.add_argument("--decode-steps", type=positive, help="passes of the decode_n program (8); 1: leave it out")
     p.add_argument(
         "--context", type=positive, default=1024, help="tokens in the KV cache of every sequence (%(default)s)"
     )
+    p.add_argument(
+        "--sequences", type=_numbers, default=(), metavar="N,N",
+        help="also compile the decode step for these numbers of sequences, for example 1,8,32",
+    )  # fmt: skip
+    p.add_argument(
+        "--sampling", default="greedy", type=only("greedy", "temperature", "top-p"),
+        help="what every slot is assumed to ask for: greedy (default), temperature or top-p",
+    )  # fmt: skip
+    p.add_argument(
+        "--roofline", action="store_true",
+        help="also predict passes of 1 and 5 tokens of 1, 8, 32 and 128 sequences",
+    )  # fmt: skip
     p.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
     return p
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`1,8,32` as (1, 8, 32), for argparse."""
+    return tuple(dict.fromkeys(positive(part.strip()) for part in text.split(",")))
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -116,12 +164,13 @@ def _table(result: dict[str, Any]) -> Table:
     mesh = ", ".join(f"{axis} {size}" for axis, size in result["mesh"].items())
     table = Table(
         title=f"{result['model']} on {result['topology']} ({mesh}), per chip, context {result['settings']['context']}",
-        caption=f"{chip.hbm_bytes / 2**30:.0f} GiB a chip. Nothing ran on a TPU: bound and tokens/s are predictions.",
+        caption=f"{chip.hbm_bytes / 2**30:.0f} GiB a chip. Nothing ran on a TPU: bound and tokens/s are predictions.\n"
+        "ops: kernels, fusions, copies and collectives that one run starts.",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
     table.add_column("program", no_wrap=True)
-    for heading in ("GiB", "fits", "MB moved", "/ least", "bound ms", "tok/s <="):
+    for heading in ("GiB", "fits", "ops", "MB moved", "/ least", "bound ms", "tok/s <="):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["programs"]:
         if not row["compiled"]:
@@ -131,10 +180,39 @@ def _table(result: dict[str, Any]) -> Table:
             row["name"],
             f"{row['hbm_bytes'] / 2**30:.2f}",
             "yes" if row["fits"] else "NO",
+            f"{sum(row['operations'].values()):,}",
             f"{row['bytes_accessed'] / 1e6:,.1f}",
             f"{row['bytes_ratio']:.2f}",
             f"{row['bound_s'] * 1e3:,.3f}",
             f"{row['predicted_tok_s']:,.0f}" if row["predicted_tok_s"] else "",
+        )
+    return table
+
+
+def _roofline(result: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"predicted for {result['model']} on {result['topology']}, context {result['settings']['context']}",
+        caption="Predicted, nothing ran: bytes of the compiled pass over the chip's bandwidth, or its operations over\n"
+        "the peak of its matrix units if that takes longer. Nothing else costs time; every token counts as accepted.",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    headings = ("sequences", "tokens a pass", "fits", "MB moved", "/ least", "bound ms", "by", "tok/s per chip <=")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result["roofline"]:
+        head = (str(row["sequences"] * result["mesh"]["data"]), str(row["new_tokens"]))
+        if not row["compiled"]:
+            table.add_row(*head, "NO" if row["fits"] is False else "refused")
+            continue
+        table.add_row(
+            *head,
+            "yes" if row["fits"] else "NO",
+            f"{row['bytes_accessed'] / 1e6:,.1f}",
+            f"{row['bytes_ratio']:.2f}",
+            f"{row['bound_s'] * 1e3:,.3f}",
+            row["bound_by"],
+            f"{row['predicted_tok_s_chip']:,.0f}",
         )
     return table
 

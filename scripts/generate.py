@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
-    prepare(args.threads, args.mesh)
+    prepare(args.threads, args.mesh, args.kernels)
     from umbra.serving.engine import SamplingParams  # only now: it imports JAX
 
     try:
@@ -96,8 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, prompts: list[Prompt], params: SamplingParams, console: Console) -> int:
     with StartupProgress(console) as starting:
         model, engine = open_engine(
-            args.model, args.quant, args.mesh, progress=starting, slots=args.batch, max_queue=args.batch
-        )
+            args.model, args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding, progress=starting,
+            kv=args.kv, slots=args.batch, max_queue=args.batch, logits=args.digest,
+        )  # fmt: skip
     try:
         with ResumableRows(args.out, identity(args, model, engine)) as rows, bar(console) as progress:
             if rows.done:

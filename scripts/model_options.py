@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..configs.embedding import EmbeddingForm, parse_embedding
+from ..kernels.backend import ASKED, choose
 from ..serving.platform import parse_mesh, setup
 
 if TYPE_CHECKING:
     from ..model.load import Model
     from ..serving.engine import Engine
     from ..serving.metrics import EngineMetrics
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -28,6 +33,14 @@ def mesh_sizes(text: str) -> tuple[int, int]:
     """`data=2,model=4` as (2, 4), for argparse."""
     try:
         return parse_mesh(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def embedding(text: str) -> EmbeddingForm:
+    """The form of the table of tokens, for argparse."""
+    try:
+        return parse_embedding(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -56,8 +69,22 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="smollm2 (default), gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
     )  # fmt: skip
     parser.add_argument(
-        "--quant", default="auto", type=only("auto", "none"),
-        help="auto (default) or none: both float32 on a CPU and bfloat16 on a TPU, until there are quantised kernels",
+        "--quant", default="auto", type=only("auto", "none", "int8", "int4"),
+        help="weights: auto (default; as the file has them, with native or TPU kernels), none (float32 on a CPU, "
+        "bfloat16 on a TPU), int8 or int4 (requantised)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv", default="auto", type=only("auto", "float32", "bfloat16", "int8"),
+        help="keys and values: auto (default; int8 with native kernels), float32, bfloat16 or int8",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kernels", default="auto", type=only(*ASKED),
+        help="who computes: auto (default; this platform's own kernels), cpu, tpu, or xla (plain JAX)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--embedding", default="file", type=embedding, metavar="E",
+        help="precision of the table of tokens: file (default; as the file has it), or e.g. int8, or 4096:int8,int4: "
+        "the most frequent tokens' rows in the first, the others in the second",
     )  # fmt: skip
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
     parser.add_argument("--mesh", type=mesh_sizes, metavar="data=D,model=M", help="devices to spread the model over")
@@ -69,9 +96,9 @@ def add_draft_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def prepare(threads: int | None, mesh: tuple[int, int] | None) -> None:
+def prepare(threads: int | None, mesh: tuple[int, int] | None, kernels: str = "auto") -> None:
     """Settings of the process. Must run before anything imports JAX."""
-    setup(threads, mesh[0] * mesh[1] if mesh else None)
+    setup(threads, mesh[0] * mesh[1] if mesh else None, kernels)
 
 
 def open_engine(
@@ -79,6 +106,8 @@ def open_engine(
     quant: str,
     mesh: tuple[int, int] | None,
     *,
+    kernels: str = "auto",
+    embedding: str | EmbeddingForm = "file",
     progress: Progress | None = None,
     metrics: EngineMetrics | None = None,
     warm: bool = True,
@@ -102,7 +131,11 @@ def open_engine(
         if wanted > len(devices):
             raise ValueError(f"a mesh of {wanted} devices was asked for; there are {len(devices)}")
         over = make_mesh(devices[:wanted], config, *(mesh or (None, None)))
-    loaded = load_model(model, quant=quant, mesh=over, progress=progress)
+    chosen = choose(devices[0].platform, kernels)
+    log.log(logging.WARNING if chosen.fallback else logging.INFO, "kernels: %s", chosen.why)
+    loaded = load_model(
+        model, quant=quant, kernels=chosen.kernels, embedding=embedding, mesh=over, progress=progress
+    )
     engine = Engine(loaded, EngineConfig(**sizes), mesh=over, metrics=metrics)
     engine.start(warm=warm, progress=progress)
     return loaded, engine

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from umbra.serving.api.server import Load
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-SIZES = ("slots", "context_length", "kv_memory", "prefill_chunk", "decode_steps", "max_queue")
+SIZES = ("slots", "context_length", "kv", "kv_memory", "prefill_chunk", "decode_steps", "max_queue")
 """Options that are fields of `EngineConfig` of the same name."""
 
 
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         options.error(str(error))
     log_to_stderr(args.log_level)
-    prepare(args.threads, args.mesh)
+    prepare(args.threads, args.mesh, args.kernels)
     try:
         return serve(args, config, sizes)
     except Exception as error:
@@ -135,6 +135,8 @@ def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
                 args.model,
                 args.quant,
                 args.mesh,
+                kernels=args.kernels,
+                embedding=args.embedding,
                 progress=report,
                 metrics=service.engine_metrics,
                 warm=not args.no_warmup,

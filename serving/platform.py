@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from ..configs.files import cache_dir
+from ..configs.machine import cores
+from ..kernels import native
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
 
@@ -23,16 +25,21 @@ def has_tpu() -> bool:
     return False
 
 
-def setup(threads: int | None = None, devices: int | None = None) -> None:
-    """Choose the platform, size XLA's thread pool, and switch the persistent compilation cache on.
+def setup(threads: int | None = None, devices: int | None = None, kernels: str = "auto") -> None:
+    """Choose the platform, size the thread pools, and switch the persistent compilation cache on.
 
-    `threads` limits XLA's CPU threads (default: the cores this process may use). `devices` splits the CPU into that
-    many devices, to run a mesh without an accelerator. What the user has set in the environment stays.
+    `threads` limits the threads that compute (default: the cores this process may use): those of the native kernels,
+    beside which XLA's pool has one thread, or XLA's own where `kernels` is "xla" or there are no native ones. `devices`
+    splits the CPU into that many devices, to run a mesh without an accelerator. What the user has set in the
+    environment stays.
     """
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
-        os.environ["NPROC"] = str(threads)  # what XLA sizes its pool by
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    if not has_tpu() and kernels != "xla" and native.unavailable() is None:
+        os.environ.setdefault("NPROC", "1")  # what XLA sizes its pool by
+        native.set_threads(threads or cores())
+    elif threads is not None:
+        os.environ["NPROC"] = str(threads)
     if not has_tpu():
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -34,21 +35,16 @@ class WordTokenizer:
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable[..., object]:
-    """Makes `Model`s with random weights by configuration name."""
-    from umbra.configs.models import named
-    from umbra.model.load import Model, random_params
+    """Makes `Model`s with random weights by configuration name; by default with this machine's own kernels."""
+    from umbra.kernels.backend import choose
+    from umbra.model.load import load_model
 
-    def make(name: str = "tiny", *, eos_ids: tuple[int, ...] = (), seed: int = 0) -> Model:
-        config = named(name)
-        return Model(
-            name=name,
-            config=config,
-            params=random_params(config, seed=seed),
-            tokenizer=WordTokenizer(),  # type: ignore[arg-type]
-            chat_template=None,
-            eos_ids=eos_ids,
-            weights_id=f"{name}-{seed}",
-            quant="float32",
+    def make(
+        name: str = "tiny", *, eos_ids: tuple[int, ...] = (), seed: int = 0, kernels: str = "auto", quant: str = "auto"
+    ) -> object:
+        loaded = load_model(name, quant=quant, kernels=choose("cpu", kernels).kernels, seed=seed)
+        return dataclasses.replace(
+            loaded, tokenizer=WordTokenizer(), eos_ids=eos_ids, weights_id=f"{loaded.weights_id}-{seed}"
         )
 
     return make

@@ -1,5 +1,18 @@
 """Ragged paged attention: the tokens of a step against the blocks of their sequences."""
 
-from .api import Queries, attend, write_kv
+from .api import AttentionResult, Queries, Want, attention, key_bounds, merge, unsupported
+from .pool import KVFormat, KVPool
+from .reference import GROUP
 
-__all__ = ["Queries", "attend", "write_kv"]
+__all__ = [
+    "GROUP",
+    "AttentionResult",
+    "KVFormat",
+    "KVPool",
+    "Queries",
+    "Want",
+    "attention",
+    "key_bounds",
+    "merge",
+    "unsupported",
+]

@@ -1,7 +1,19 @@
 """Choosing the next token of a row from its logits."""
 
+from .accept import accept
+from .api import choose_rows
 from .base import Choice, RowParams
 from .noise import choice_seed, gumbel, seed_words, threefry2x32
 from .reference import choose
 
-__all__ = ["Choice", "RowParams", "choice_seed", "choose", "gumbel", "seed_words", "threefry2x32"]
+__all__ = [
+    "Choice",
+    "RowParams",
+    "accept",
+    "choice_seed",
+    "choose",
+    "choose_rows",
+    "gumbel",
+    "seed_words",
+    "threefry2x32",
+]

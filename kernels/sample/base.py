@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
+
+from ...configs.engine import MAX_TOP_LOGPROBS
 
 
 class RowParams(NamedTuple):
-    """How one row chooses its token: array values, so that any mix of requests runs the same program."""
+    """How one row chooses its token: array values, so that any mix of requests runs the same program.
+
+    Shapes are those of one row; `choose_rows` takes all rows at once, with a leading axis.
+    """
 
     temperature: Array
     """float32 []; 0 is greedy (as is anything that is not a normal number)."""
@@ -50,3 +56,10 @@ class Choice(NamedTuple):
     for."""
     top_logprobs: Array
     """float32 [MAX_TOP_LOGPROBS]; 0 where `top_ids` is -1."""
+
+    @classmethod
+    def none(cls, rows: int) -> Choice:
+        """For `rows` rows that choose nothing, with a leading axis: token 0 and no log-probabilities."""
+        shape = (rows, MAX_TOP_LOGPROBS)
+        zeros = jnp.zeros(rows, jnp.float32)
+        return cls(jnp.zeros(rows, jnp.int32), zeros, jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))

@@ -1,7 +1,6 @@
 """The sampling kernel in plain JAX: one row of logits in, one token out, no sort over the vocabulary.
 
-The engine calls it inside a loop over rows (CPU: branches that a row does not ask for cost nothing) or under `vmap`
-(TPU). The order is: penalties and bias, temperature, top-k, top-p, min-p, then the largest sum of log-probability and
+The order is: penalties and bias, temperature, top-k, top-p, min-p, then the largest sum of log-probability and
 Gumbel noise.
 
 Top-k and top-p keep {x >= t} for a threshold t found by bisection on the int32 keys of the float32 values, so it is
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -31,6 +31,23 @@ from .noise import gumbel
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _NEG_INF = np.float32(-np.inf)
 _NEG_INF_KEY = np.int32(np.float32(-np.inf).view(np.int32) ^ 0x7FFFFFFF)
+
+
+def choose_rows(logits: Array, rows: RowParams, active: Array) -> Choice:
+    """`choose` for the rows of `logits` [B, V] that are `active` [B]; `Choice.none` for the others.
+
+    A loop on every target: `vmap` would turn the conditions inside `choose` into selections, and every row would pay
+    for the threshold searches that few ask for.
+    """
+
+    def row(b: Array, choices: Choice) -> Choice:
+        def store() -> Choice:
+            one = choose(logits[b], jax.tree.map(lambda field: field[b], rows))
+            return jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, b, 0), choices, one)
+
+        return lax.cond(active[b], store, lambda: choices)
+
+    return lax.fori_loop(0, logits.shape[0], row, Choice.none(logits.shape[0]))
 
 
 def choose(logits: Array, row: RowParams) -> Choice:

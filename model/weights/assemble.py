@@ -1,13 +1,14 @@
 """From stored tensors to parameters on their devices, one stacked parameter after the other.
 
-Host memory holds one parameter at a time beside the finished ones, in its final type, and a few megabytes of rows that
-are being decoded. On a CPU the finished buffer *is* the JAX array's memory (JAX takes over 64-byte aligned buffers).
+Host memory holds one parameter at a time beside the finished ones, in its final form, and a few megabytes of rows that
+are being decoded. On a CPU the finished buffer *is* the JAX array's memory (see buffers.py).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -15,8 +16,11 @@ from jax.sharding import Mesh
 
 from ...configs.machine import cores
 from ...configs.trunk import TrunkConfig
-from ..params import param_specs
-from .placement import Piece
+from ..params import param_specs, placements
+from .buffers import aligned_empty
+from .pack import ArrayRows, Rows, StoredRows, build
+from .placement import Piece, interleaved_rows
+from .plan import ParamPlan, planned_bytes
 from .stored import OpenFiles, row_spans
 
 Progress = Callable[[str, int, int], None]
@@ -26,29 +30,77 @@ _DECODE_ELEMENTS = 1 << 16  # a decoded span and its temporaries stay in the L2 
 _TASK_ELEMENTS = 1 << 22
 
 
+class Supply(Protocol):
+    """Where values of parameters come from."""
+
+    def array(self, path: str, dtype: np.dtype, pool: concurrent.futures.Executor) -> Any:
+        """The parameter in a float type; on the host, or where it is to be."""
+
+    def rows(self, path: str) -> Sequence[Rows]:
+        """The matrices of a parameter: one for each layer, or one."""
+
+
 def assemble(
     config: TrunkConfig,
-    pieces: Mapping[str, Sequence[Piece]],
+    plans: Mapping[str, ParamPlan],
+    supply: Supply,
     *,
-    dtype: np.dtype,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
-) -> dict[str, jax.Array]:
-    """Parameters in `dtype`, by path, sharded over `mesh` (or on the default device)."""
+) -> dict[str, Any]:
+    """Parameters as planned, by path, sharded over `mesh` (or on the default device)."""
     specs = param_specs(config)
-    total = sum(int(np.prod(spec.shape)) * dtype.itemsize for spec in specs.values())
+    sizes = {path: planned_bytes(spec, plans[path]) for path, spec in specs.items()}
     done = 0
-    params: dict[str, jax.Array] = {}
-    with concurrent.futures.ThreadPoolExecutor(_workers()) as pool, OpenFiles() as files:
+    params: dict[str, Any] = {}
+    with concurrent.futures.ThreadPoolExecutor(min(8, cores())) as pool:
         for path, spec in specs.items():
-            buffer = fill(spec.shape, pieces[path], dtype, pool, files)
-            params[path] = jax.device_put(buffer, spec.sharding(mesh) if mesh is not None else None)
-            done += buffer.nbytes
+            plan = plans[path]
+            if isinstance(plan, np.dtype):
+                value = supply.array(path, plan, pool)
+            else:
+                value = build(spec, supply.rows(path), plan, pool)
+            params[path] = _put(config, path, value, mesh)
+            done += sizes[path]
             if progress is not None:
-                progress("loading weights", done, total)
-            del buffer
+                progress("loading weights", done, sum(sizes.values()))
+            del value
     jax.block_until_ready(params)
     return params
+
+
+def _put(config: TrunkConfig, path: str, value: Any, mesh: Mesh | None) -> Any:
+    places = placements(config, {path: value}, mesh)[path]
+    leaves, tree = jax.tree.flatten(value)
+    return tree.unflatten(map(jax.device_put, leaves, tree.flatten_up_to(places)))
+
+
+class StoredSupply:
+    """Parameters made of the tensors of open files."""
+
+    def __init__(self, config: TrunkConfig, pieces: Mapping[str, Sequence[Piece]], files: OpenFiles) -> None:
+        self.specs, self.pieces, self.files = param_specs(config), pieces, files
+
+    def array(self, path: str, dtype: np.dtype, pool: concurrent.futures.Executor) -> np.ndarray:
+        return fill(self.specs[path].shape, self.pieces[path], dtype, pool, self.files)
+
+    def rows(self, path: str) -> list[StoredRows]:
+        return [StoredRows.of(piece, self.files[piece.tensor.path]) for piece in self.pieces[path]]
+
+
+class ArraySupply:
+    """Parameters that `read(path, dtype)` gives as arrays of their shapes."""
+
+    def __init__(self, config: TrunkConfig, read: Callable[[str, np.dtype | None], np.ndarray]) -> None:
+        self.specs, self.read = param_specs(config), read
+
+    def array(self, path: str, dtype: np.dtype, pool: concurrent.futures.Executor) -> np.ndarray:
+        return self.read(path, dtype)
+
+    def rows(self, path: str) -> list[ArrayRows]:
+        spec = self.specs[path]
+        matrices = self.read(path, None).reshape(-1, spec.out_features, spec.inputs)
+        return [ArrayRows(f"parameter {path!r}", matrix) for matrix in matrices]
 
 
 def fill(
@@ -85,20 +137,3 @@ def _decode_rows(piece: Piece, target: np.ndarray, file: int, start: int, stop: 
             rows = rows.astype(np.float32) + np.float32(piece.add)
         with np.errstate(all="ignore"):
             target[slice(low, high) if order is None else order[low:high]] = rows
-
-
-def interleaved_rows(heads: int, rows: int) -> np.ndarray:
-    """For each stored row of a projection with neighbouring rotary pairs, its row with pairs (i, i + H/2)."""
-    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
-    """An uninitialised array whose memory starts at a multiple of `alignment` bytes."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
-def _workers() -> int:
-    return min(8, cores())

@@ -16,10 +16,9 @@ from ..params import param_specs
 from ..rope import frequencies
 from . import gguf as gguf_files
 from . import huggingface, orbax, safetensors
-from .assemble import interleaved_rows
 from .errors import ModelError
 from .hf_config import to_hf
-from .placement import stored_shape
+from .placement import interleaved_rows, stored_shape
 from .source import Source
 from .stored import BFLOAT16
 from .text import Text, text_fields, write_text_files

@@ -20,9 +20,10 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from ...configs.trunk import RopeScaling, TrunkConfig
 from ..params import param_specs
-from .assemble import Progress
+from .assemble import ArraySupply, Progress, assemble
 from .errors import ModelError
 from .jsonfile import read_json
+from .plan import ParamPlan
 from .stored import BF16, F16, F32
 from .text import read_gguf_fields
 
@@ -51,9 +52,21 @@ class OrbaxSource:
     def read(self, path: str, dtype: np.dtype) -> np.ndarray:
         return np.asarray(_restore(self, [path], dtype, None)[path])
 
-    def load(self, dtype: np.dtype, mesh: Mesh | None, progress: Progress | None) -> dict[str, jax.Array]:
+    def own_forms(self, path: str) -> tuple[str, ...] | None:
+        return None
+
+    def types(self, path: str) -> list[str]:
+        return [self.dtypes[path].name]
+
+    def load(self, plans: Mapping[str, ParamPlan], mesh: Mesh | None, progress: Progress | None) -> dict[str, Any]:
         """One parameter at a time: Orbax holds about one more copy of what it restores at once."""
-        return _restore(self, list(param_specs(self.config)), dtype, mesh, progress)
+
+        def read(path: str, dtype: np.dtype | None) -> Any:
+            if dtype is None:  # to be quantised on the host
+                return self.read(path, self.dtypes[path])
+            return _restore(self, [path], dtype, mesh)[path]
+
+        return assemble(self.config, plans, ArraySupply(self.config, read), mesh=mesh, progress=progress)
 
     def weights_id(self) -> str:
         return self.identity
@@ -105,14 +118,10 @@ def config_from_json(values: Mapping[str, Any]) -> TrunkConfig:
     return TrunkConfig(**values)
 
 
-def _restore(
-    source: OrbaxSource, paths: list[str], dtype: np.dtype, mesh: Mesh | None, progress: Progress | None = None
-) -> dict[str, jax.Array]:
+def _restore(source: OrbaxSource, paths: list[str], dtype: np.dtype, mesh: Mesh | None) -> dict[str, jax.Array]:
     ocp = _orbax()
     specs = param_specs(source.config)
-    total = sum(int(np.prod(specs[path].shape)) * dtype.itemsize for path in paths)
     restored: dict[str, jax.Array] = {}
-    done = 0
     where = (source.path / "params").absolute()
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         _check_shapes(where, checkpointer, specs)
@@ -129,9 +138,6 @@ def _restore(
                 raise ModelError(
                     f"parameter {path!r} in {where} is missing or damaged: {_first_line(error)}"
                 ) from error
-            done += restored[path].nbytes
-            if progress is not None:
-                progress("loading weights", done, total)
     return restored
 
 

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from ...configs.trunk import TrunkConfig
 from ..params import param_specs
 from .errors import ModelError
@@ -41,6 +43,11 @@ class Piece:
     cols: int
     interleaved_heads: int = 0
     add: float = 0.0
+
+
+def interleaved_rows(heads: int, rows: int) -> np.ndarray:
+    """For each stored row of a projection with neighbouring rotary pairs, its row with pairs (i, i + H/2)."""
+    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from ...configs.trunk import TrunkConfig
 from ..params import param_specs
-from .assemble import Progress, assemble, fill
+from .assemble import Progress, StoredSupply, assemble, fill
+from .gguf_groups import form_of
 from .identity import weights_id
 from .placement import Piece
+from .plan import ParamPlan
 from .stored import OpenFiles, StoredTensor
 
 
@@ -41,11 +42,17 @@ class Source(Protocol):
     def exact_dtype(self, path: str) -> np.dtype:
         """The smallest float type that holds the parameter `path` unchanged."""
 
+    def own_forms(self, path: str) -> tuple[str, ...] | None:
+        """The grouped form (kernels/linear/weight.py) of each matrix of the parameter; None unless all have one."""
+
+    def types(self, path: str) -> Sequence[str]:
+        """Names of the types the parameter is stored in."""
+
     def read(self, path: str, dtype: np.dtype) -> np.ndarray:
         """The parameter `path` in `dtype`, on the host."""
 
-    def load(self, dtype: np.dtype, mesh: Mesh | None, progress: Progress | None) -> dict[str, jax.Array]:
-        """All parameters in `dtype`, sharded over `mesh`."""
+    def load(self, plans: Mapping[str, ParamPlan], mesh: Mesh | None, progress: Progress | None) -> dict[str, Any]:
+        """All parameters as planned, sharded over `mesh`."""
 
     def weights_id(self) -> str:
         """Hex identity of the weights (see identity.py)."""
@@ -75,8 +82,17 @@ class TensorSource:
         with concurrent.futures.ThreadPoolExecutor(2) as pool, OpenFiles() as files:
             return fill(param_specs(self.config)[path].shape, self.pieces[path], dtype, pool, files)
 
-    def load(self, dtype: np.dtype, mesh: Mesh | None, progress: Progress | None) -> dict[str, jax.Array]:
-        return assemble(self.config, self.pieces, dtype=dtype, mesh=mesh, progress=progress)
+    def own_forms(self, path: str) -> tuple[str, ...] | None:
+        forms = [form_of(piece.tensor) for piece in self.pieces[path]]
+        return None if None in forms else tuple(form for form in forms if form is not None)
+
+    def types(self, path: str) -> list[str]:
+        return sorted({piece.tensor.encoding.name for piece in self.pieces[path]})
+
+    def load(self, plans: Mapping[str, ParamPlan], mesh: Mesh | None, progress: Progress | None) -> dict[str, Any]:
+        with OpenFiles() as files:
+            supply = StoredSupply(self.config, self.pieces, files)
+            return assemble(self.config, plans, supply, mesh=mesh, progress=progress)
 
     def weights_id(self) -> str:
         return weights_id(self.tensors)

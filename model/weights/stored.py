@@ -81,12 +81,21 @@ class StoredTensor:
 
         The result is float32, or `dtype` where the file holds exactly that.
         """
+        raw = self.read_raw(file, start, stop, cols)
+        if self.encoding.exact == dtype and self.encoding.block_bytes == dtype.itemsize:
+            return raw.view(dtype)
+        return self.decode(raw)
+
+    def decode(self, raw: np.ndarray) -> np.ndarray:
+        """float32 rows from the bytes of rows, `[rows, bytes of a row]`."""
+        with np.errstate(all="ignore"):  # a damaged scale may be infinite: not this function's business
+            return self.encoding.decode(raw.reshape(-1)).reshape(len(raw), -1)
+
+    def read_raw(self, file: int, start: int, stop: int, cols: int) -> np.ndarray:
+        """The bytes of rows `start` to `stop` of the tensor seen as `[-1, cols]`: uint8, a row each."""
         per_row = cols // self.encoding.block * self.encoding.block_bytes
         raw = np.frombuffer(self._read(file, start * per_row, (stop - start) * per_row), np.uint8)
-        if self.encoding.exact == dtype and self.encoding.block_bytes == dtype.itemsize:
-            return raw.view(dtype).reshape(stop - start, cols)
-        with np.errstate(all="ignore"):  # a damaged scale may be infinite: not this function's business
-            return self.encoding.decode(raw).reshape(stop - start, cols)
+        return raw.reshape(stop - start, per_row)
 
     def digest(self, file: int) -> bytes:
         """SHA-256 over the raw bytes."""

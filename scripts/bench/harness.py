@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...configs.prompt_sets import load_prompts
+from .busy import busy
 from .machine import machine
 from .measures import MEASURES, Job, Measure
 from .plan import Plan
 from .processes import BenchError, Worker, Workers, gguf_path
-from .report import Row, report, summarize, with_peers
+from .report import Row, Summary, percentile, report, summarize, with_peers
+from .systems import is_ours
 from .systems.base import Run, Setup
 
 Say = Callable[[str], None]
@@ -26,29 +29,56 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
         say("loading umbra")
         ours = workers["umbra"]
         with ours.turn():
-            ours.load(Setup(plan.model, plan.quant, plan.threads, plan.mesh, plan.sequences, 0))
+            ours.load(our_setup(plan))
             ids = ours.call("encode", [prompt.turns[0] for prompt in prompts])
-            file = ours.call("gguf_file") if plan.against else None
         measure = MEASURES[plan.bench](plan, prompts, ids)
         _check_context(measure, ours)
-        for worker in workers:
-            if worker is not ours:
-                say(f"loading {worker.system}")
-                path = str(gguf_path(file, plan.model))
-                with worker.turn():
-                    worker.load(
-                        Setup(path, plan.quant, plan.threads, plan.mesh, plan.sequences, _context(measure.context()))
-                    )
+        load_others(plan, workers, measure.context(), say)
         rows = _rounds(plan, measure, list(workers), say)
         summary = {
-            worker.system: summarize([row for row in rows if row["system"] == worker.system]) for worker in workers
+            worker.system: _summary([row for row in rows if row["system"] == worker.system]) for worker in workers
         }
-        versions = {name: number for worker in workers for name, number in worker.versions.items()}
-        settings = {worker.system: worker.settings for worker in workers}
+        versions, settings = told(workers)
+    for row in rows:
+        del row["gaps"]
     return report(plan, before, versions, settings, rows, with_peers(summary, plan.against))
 
 
-def _context(tokens: int) -> int:
+def our_setup(plan: Plan, sequences: int | None = None) -> Setup:
+    """What our engine is loaded with."""
+    slots = sequences or plan.sequences
+    return Setup(plan.model, plan.quant, plan.threads, plan.mesh, slots, 0, plan.kernels, plan.kv, plan.embedding)
+
+
+def load_others(plan: Plan, workers: Workers, context: int, say: Say, sequences: int | None = None) -> None:
+    """Load every system but `umbra`, which is loaded, for sequences of `context` tokens."""
+    path: Path | None = None
+    for worker in workers:
+        if worker.system == "umbra":
+            continue
+        say(f"loading {worker.system}")
+        if is_ours(worker.system):
+            setup = our_setup(plan, sequences)
+        else:
+            path = path or file_of(plan, workers["umbra"])
+            setup = Setup(str(path), plan.quant, plan.threads, plan.mesh, plan.sequences, context_of(context))
+        with worker.turn():
+            worker.load(setup)
+
+
+def file_of(plan: Plan, ours: Worker) -> Path:
+    """The GGUF file that peers load."""
+    with ours.turn():
+        return gguf_path(ours.call("gguf_file"), plan.model)
+
+
+def told(workers: Workers) -> tuple[dict[str, str], dict[str, Any]]:
+    """Versions of all packages, and the settings of every system."""
+    versions = {name: number for worker in workers for name, number in worker.versions.items()}
+    return versions, {worker.system: worker.settings for worker in workers}
+
+
+def context_of(tokens: int) -> int:
     """Rounded up to 256, the steps in which peers lay out their caches."""
     return -(-tokens // 256) * 256
 
@@ -63,30 +93,57 @@ def _check_context(measure: Measure, ours: Worker) -> None:
 
 
 def _rounds(plan: Plan, measure: Measure, workers: Sequence[Worker], say: Say) -> list[Row]:
-    """Every system runs every job once a round; who begins changes from round to round."""
+    """Every system runs every job once a round, and again beside busy processes if asked for; who begins changes from
+    round to round."""
     rows: list[Row] = []
     ours: dict[str, list[int]] = {}  # job -> the first sequence's tokens, to tell how far peers agree
     for number in range(plan.rounds):
         shift = number % len(workers)
         for worker in itertools.chain(workers[shift:], workers[:shift]):
-            say(f"round {number + 1} of {plan.rounds}: {worker.system}")
             with worker.turn():
-                for job in measure.jobs(-1):
-                    _generate(worker, job)
-                for job in measure.jobs(number):
-                    run = _generate(worker, job)
-                    rows.append(
-                        {"system": worker.system, "round": number + 1, "id": job.id, "category": job.category}
-                        | measure.row(job, run)
-                        | {"_ids": run.streams[0].token_ids}
-                    )
-                    if worker.system == "umbra":
-                        ours[f"{number}/{job.id}"] = run.streams[0].token_ids
+                for neighbours in (0, plan.busy) if plan.busy else (0,):
+                    beside = " beside busy processes" if neighbours else ""
+                    say(f"round {number + 1} of {plan.rounds}: {worker.system}{beside}")
+                    with busy(neighbours):
+                        made = _round(measure, worker, number)
+                    rows += [{**row, "busy": neighbours} if plan.busy else row for row in made]
+            if worker.system == "umbra":
+                ours |= {f"{number}/{row['id']}": row["_ids"] for row in made}
     for row in rows:
-        made, reference = row.pop("_ids"), ours[f"{row['round'] - 1}/{row['id']}"]
+        tokens, reference = row.pop("_ids"), ours[f"{row['round'] - 1}/{row['id']}"]
         if row["system"] != "umbra":
-            row["same_tokens"] = _common(made, reference)
+            row["same_tokens"] = _common(tokens, reference)
     return rows
+
+
+def _round(measure: Measure, worker: Worker, number: int) -> list[Row]:
+    for job in measure.jobs(-1):
+        _generate(worker, job)
+    rows = []
+    for job in measure.jobs(number):
+        run = _generate(worker, job)
+        rows.append(
+            {"system": worker.system, "round": number + 1, "id": job.id, "category": job.category}
+            | measure.row(job, run)
+            | {"_ids": run.streams[0].token_ids, "gaps": [gap for stream in run.streams for gap in stream.gaps]}
+        )
+    return rows
+
+
+def _summary(rows: Sequence[Row]) -> Summary:
+    """Medians, and percentiles of the time between emissions: over all rows together, since one row has too few."""
+    summary = summarize(rows)
+    kinds = {"": [row for row in rows if not row.get("busy")], "busy_": [row for row in rows if row.get("busy")]}
+    for kind, some in kinds.items():
+        gaps = [gap for row in some for gap in row["gaps"]]
+        for p in (50, 99):
+            if (value := percentile(gaps, p, 1e3)) is not None:
+                summary[f"{kind}between_p{p}_ms"] = value
+    for p in (50, 99):
+        quiet, disturbed = summary.get(f"between_p{p}_ms"), summary.get(f"busy_between_p{p}_ms")
+        if quiet and disturbed:
+            summary[f"busy_p{p}_ratio"] = disturbed / quiet
+    return summary
 
 
 def _generate(worker: Worker, job: Job) -> Run:

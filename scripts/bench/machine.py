@@ -15,15 +15,20 @@ FLAGS = (
 )  # fmt: skip
 """Instruction sets that decide how fast a CPU runs a model."""
 
+WIDEST = ("avx512_vnni", "avx512f", "avx2", "asimd")
+"""The widest vector extensions first."""
+
 
 def machine() -> dict[str, Any]:
     """CPU, instruction sets, memory, system, and how busy the machine was when the measurement began."""
     info = _cpuinfo()
     there = set((info.get("flags") or info.get("Features") or "").split())
+    flags = [flag for flag in FLAGS if flag in there]
     return {
         "cpu": info.get("model name") or platform.processor() or platform.machine(),
         "cores": cores(),
-        "flags": [flag for flag in FLAGS if flag in there],
+        "flags": flags,
+        "instructions": next((flag for flag in WIDEST if flag in flags), "none named"),
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load_average": round(os.getloadavg()[0], 2),

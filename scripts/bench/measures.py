@@ -10,6 +10,7 @@ from typing import Any
 
 from ...configs.prompt_sets import Prompt
 from .plan import MIN_TOKENS, Plan
+from .report import percentile
 from .systems.base import Run, Stream
 
 
@@ -65,6 +66,8 @@ class Decode(Measure):
             "tokens": tokens,
             "tok_s": stream.tok_s,
             "ttft_ms": stream.ttft * 1e3,
+            "between_p50_ms": percentile(stream.gaps, 50, 1e3),
+            "between_p99_ms": percentile(stream.gaps, 99, 1e3),
             "tokens_per_pass": _tokens_per_pass([stream]),
             **({"short": True} if tokens < MIN_TOKENS else {}),
         }

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .systems import ADAPTERS
-from .systems.base import Run, Setup
+from .systems import adapter
+from .systems.base import Run, Scores, Setup
 
 
 class BenchError(Exception):
@@ -32,7 +32,7 @@ class Worker:
         self.settings: dict[str, Any] = {}
         self._log = tempfile.TemporaryFile(mode="w+", prefix="umbra-bench-")  # noqa: SIM115 - lives with the worker
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "umbra.scripts.bench.worker", ADAPTERS[system]],
+            [sys.executable, "-m", "umbra.scripts.bench.worker", adapter(system)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8",
             start_new_session=True,  # an interrupt at the terminal is for us, who then end the workers
         )  # fmt: skip
@@ -50,8 +50,15 @@ class Worker:
         loaded = self.ask({"op": "load", "setup": dataclasses.asdict(setup)})
         self.versions, self.settings = loaded["versions"], loaded["settings"]
 
+    def describe(self, setup: Setup) -> Any:
+        return self.ask({"op": "describe", "setup": dataclasses.asdict(setup)})
+
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
         return Run.from_json(self.ask({"op": "generate", "prompts": prompts, "max_tokens": max_tokens}))
+
+    def score(self, sequences: Sequence[Sequence[int]], begins: Sequence[int]) -> list[Scores]:
+        scores = self.ask({"op": "score", "sequences": sequences, "begins": begins})
+        return [Scores(**one) for one in scores]
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method that only this system's adapter has."""

@@ -3,7 +3,10 @@
     python -m umbra.scripts.bench.readme decode.json prefill.json batch.json serve.json tpu-*.json
 
 Each report replaces what stands between `<!-- measured: NAME -->` and `<!-- end -->`: benchmark reports by their name,
-the reports of compile_tpu.py together as `tpu`. Figures that no report is given for stay as they are.
+the reports of compile_tpu.py together as `tpu`. Figures that no report is given for stay as they are. Some reports fill
+several marks: `decode` with --busy also `busy`, `passes` also `context`, `kernels` also `walk`, `quality` also
+`embedding`, `serve` also `start`, and a `batch` of other than 8 streams fills `batch16` (or whatever their number is).
+A void report is refused.
 """
 
 from __future__ import annotations
@@ -11,12 +14,18 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parents[2] / "README.md"
-SHOWN = {"llama.cpp": "llama.cpp", "transformers-float32": "Transformers float32", "transformers-bfloat16": "bfloat16"}
+SHOWN = {
+    "llama.cpp": "llama.cpp",
+    "llama.cpp-q4_0": "llama.cpp requantised to Q4_0",
+    "transformers-float32": "Transformers float32",
+    "transformers-bfloat16": "bfloat16",
+    "umbra-xla": "without our kernels",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("readme: give the JSON files that bench.py and compile_tpu.py wrote", file=sys.stderr)
         return 2
     reports = [json.loads(path.read_text()) for path in paths]
+    for path, report in zip(paths, reports, strict=True):
+        if report.get("void"):
+            print(f"readme: {path} is of a void run: {report['void']}", file=sys.stderr)
+            return 1
     text = README.read_text()
     for name, value in figures(reports).items():
         text, found = replace(text, name, value)
@@ -37,16 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def figures(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The text for each mark."""
-    benches = {report["bench"]: report for report in reports if "bench" in report}
+    benches = {_mark(report): report for report in reports if "bench" in report}
     compiled = [report for report in reports if "topology" in report]
-    made = {name: RENDER[name](report) for name, report in benches.items()}
-    if "serve" in benches:
-        made["start"] = start(benches["serve"])
+    made = {}
+    for name, report in benches.items():
+        made[name] = RENDER[report["bench"]](report)
+        for more, render in ALSO.get(report["bench"], {}).items():
+            if (value := render(report)) is not None:
+                made[more] = value
     if benches:
         made["machine"] = machine(list(benches.values()))
     if compiled:
         made["tpu"] = "\n" + tpu(compiled) + "\n"
     return made
+
+
+def _mark(report: dict[str, Any]) -> str:
+    sequences = report["settings"].get("sequences", 8)
+    return f"batch{sequences}" if report["bench"] == "batch" and sequences != 8 else str(report["bench"])
 
 
 def replace(text: str, name: str, value: str) -> tuple[str, bool]:
@@ -64,6 +85,118 @@ def speeds(report: dict[str, Any]) -> str:
         if name in ratio
     ]
     return "; ".join([f"**{summary['umbra']['tok_s']:,.1f} tokens/s**", *peers, rounds(report)])
+
+
+def streams(report: dict[str, Any]) -> str:
+    """Tokens per second of several streams together: all of them, and those made once every prompt was read."""
+    summary, ratio = report["summary"], report["ratios"].get("decode_tok_s", {})
+    if "decode_tok_s" not in summary["umbra"]:
+        return speeds(report)
+    peers = [
+        f"{label} {summary[name]['decode_tok_s']:,.0f} (ours is {ratio[name]:.2f}x)"
+        for name, label in SHOWN.items()
+        if name in ratio
+    ]
+    decoding = "; ".join([f"**{summary['umbra']['decode_tok_s']:,.0f} tokens/s**", *peers])
+    return f"prompts included: {speeds(report)}. Decoding only: {decoding}"
+
+
+def busy(report: dict[str, Any]) -> str | None:
+    """Times between tokens beside busy processes, over those without."""
+    parts = []
+    for name, entry in report["summary"].items():
+        if "busy_p50_ratio" not in entry or "variant" in entry:
+            continue
+        times = [f"{entry[f'{kind}between_p{p}_ms']:,.1f}" for p in (50, 99) for kind in ("", "busy_")]
+        parts.append(
+            f"{SHOWN.get(name, name)}: p50 {times[0]} to {times[1]} ms ({entry['busy_p50_ratio']:.2f}x), "
+            f"p99 {times[2]} to {times[3]} ms ({entry['busy_p99_ratio']:.2f}x)"
+        )
+    return "; ".join([*parts, rounds(report)]) if parts else None
+
+
+def widths(report: dict[str, Any]) -> str:
+    """The cost of passes of several tokens over plain decoding of one."""
+    ours = report["summary"]["umbra"]
+    wide = [f"{w}: {ours[f'pass_{w}_over_1']:.2f}x" for w in report["settings"]["widths"]]
+    return f"{ours['plain_ms']:.2f} ms for one token; of " + ", ".join(wide) + f"; {rounds(report)}"
+
+
+def context(report: dict[str, Any]) -> str:
+    """What a long context adds to a pass."""
+    ours = report["summary"]["umbra"]
+    return (
+        f"{ours['context_added_ms']:.2f} ms for {report['settings']['prompt_tokens']:,} tokens, "
+        f"{ours['context_over_read']:.2f}x the {ours['context_read_ms']:.2f} ms that reading their KV takes at the "
+        f"{report['settings']['systems']['peaks']['read_bytes_s'] / 1e9:.1f} GB/s measured in the same run"
+    )
+
+
+def operations(report: dict[str, Any]) -> str:
+    """A Markdown table of single operations."""
+    peaks = report["settings"]["systems"]["peaks"]
+    known = [
+        f"{value / 1e9:,.0f} {unit}"
+        for key, unit in (("read_bytes_s", "GB/s"), ("int8_ops_s", "Gop/s int8"), ("float32_ops_s", "GFLOP/s float32"))
+        if (value := peaks[key])
+    ]
+    with_peer = "umbra-xla" in report["summary"]
+    lines = [
+        f"Peaks: {', '.join(known)} ({peaks['how']}).",
+        "",
+        f"| operation | time | GB/s | Gop/s | share of peak |{' plain JAX |' if with_peer else ''}",
+        f"|---|---|---|---|---|{'---|' if with_peer else ''}",
+    ]
+    plain = {row["id"]: row["us"] for row in report["rows"] if row["system"] == "umbra-xla"}
+    for row in report["rows"]:
+        if row["system"] != "umbra":
+            continue
+        peer = f" {plain[row['id']]:,.0f} us, {plain[row['id']] / row['us']:.1f}x |" if with_peer else ""
+        lines.append(
+            f"| {row['id']} | {row['us']:,.1f} us | {row['bytes_s'] / 1e9:.1f} | {row['ops_s'] / 1e9:.1f} "
+            f"| {100 * row['share']:.0f} % ({row['bound']}) |{peer}"
+        )
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def walk(report: dict[str, Any]) -> str | None:
+    """Attention over scattered blocks against contiguous KV."""
+    ratio = report["summary"]["umbra"].get("table_walk_over_contiguous")
+    return None if ratio is None else f"{ratio:.2f}x"
+
+
+def agreement(report: dict[str, Any]) -> str:
+    """A Markdown table of what each form of the weights, and each peer, keeps of the float32 model."""
+    lines = ["| system | agreement | perplexity | weights |", "|---|---|---|---|"]
+    for name, entry in report["summary"].items():
+        if "+embedding=" not in name:
+            lines.append(f"| {_quality(name, entry)} | {_weights(report, name)} |")
+    tokens = report["summary"]["umbra"]["tokens"]
+    return "\n" + "\n".join(lines) + f"\n\nOn {tokens:,} tokens of greedy answers of the float32 model.\n"
+
+
+def embeddings(report: dict[str, Any]) -> str | None:
+    """A Markdown table of embeddings with rows of two precisions."""
+    summary = report["summary"]
+    some = {name: entry for name, entry in summary.items() if "+embedding=" in name}
+    if not some:
+        return None
+    lines = ["| embedding | agreement | perplexity | MB | saved |", "|---|---|---|---|---|"]
+    for name, entry in {"umbra": summary["umbra"], **some}.items():
+        saved = summary["umbra"]["embedding_mb"] - entry["embedding_mb"]
+        label = name.partition("+embedding=")[2] or "as in the file"
+        lines.append(f"| {_quality(label, entry)} | {entry['embedding_mb']:.1f} | {saved:.1f} |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _quality(label: str, entry: dict[str, Any]) -> str:
+    return f"{label} | {entry['agreement']:.1f} % | {entry['perplexity']:.4f} ({entry['perplexity_change']:+.2f} %)"
+
+
+def _weights(report: dict[str, Any], name: str) -> str:
+    entry = report["summary"][name]
+    megabytes = f", {entry['weight_mb']:,.0f} MB" if "weight_mb" in entry else ""
+    return f"{report['settings']['systems'][name]['weights']}{megabytes}"
 
 
 def rounds(report: dict[str, Any]) -> str:
@@ -130,7 +263,23 @@ def tpu(reports: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-RENDER = {"decode": speeds, "prefill": speeds, "batch": speeds, "serve": serving}
+RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
+    "decode": speeds,
+    "prefill": speeds,
+    "batch": streams,
+    "serve": serving,
+    "passes": widths,
+    "kernels": operations,
+    "quality": agreement,
+}
+ALSO: dict[str, dict[str, Callable[[dict[str, Any]], str | None]]] = {
+    "decode": {"busy": busy},
+    "serve": {"start": start},
+    "passes": {"context": context},
+    "kernels": {"walk": walk},
+    "quality": {"embedding": embeddings},
+}
+"""Benchmark -> further marks that its report fills; None: not by this report."""
 
 if __name__ == "__main__":
     sys.exit(main())

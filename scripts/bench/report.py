@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...configs.files import write_text
+from .expected import judge
 from .plan import Plan
 from .systems import PEERS
 
@@ -28,9 +29,21 @@ def median(values: Iterable[float | None]) -> float | None:
     return statistics.median(there) if there else None
 
 
+def percentile(values: Sequence[float], p: float, scale: float = 1.0) -> float | None:
+    """Linear interpolation between the closest ranks, times `scale`; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * p / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return scale * (ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+
+
 def summarize(rows: Sequence[Row]) -> Summary:
-    """Medians over the rows of one system: short rows are left out, and of `ttft_ms` those with cached tokens."""
-    counted = [row for row in rows if not row.get("short")]
+    """Medians over the undisturbed rows of one system: short rows are left out, and of `ttft_ms` those with cached
+    tokens."""
+    counted = [row for row in rows if not row.get("short") and not row.get("busy")]
     summary: Summary = {"rows": len(rows), "counted": len(counted)}
     for figure in FIGURES:
         usable = [row for row in counted if figure != "ttft_ms" or not row.get("cached_tokens")]
@@ -47,7 +60,7 @@ def with_peers(summary: dict[str, Summary], against: Sequence[str]) -> dict[str,
     result = dict(summary)
     for peer in against:
         speeds = {system: summary[system]["tok_s"] for system in PEERS[peer] if summary[system].get("tok_s")}
-        if peer not in result and speeds:
+        if len(PEERS[peer]) > 1 and speeds:
             name = max(speeds, key=lambda system: speeds[system])
             result[peer] = {**summary[name], "variant": name}
     return result
@@ -70,8 +83,9 @@ def report(
     system_settings: dict[str, Any],
     rows: Sequence[Row],
     summary: dict[str, Summary],
+    of: str = "tok_s",
 ) -> dict[str, Any]:
-    """The report as written by `--json`. `ratio` is of `tok_s`; `ratios` of every figure."""
+    """The report as written by `--json`. `ratio` is ours / peer of the figure `of`; `ratios` of every figure."""
     figures = {key for entry in summary.values() for key, value in entry.items() if isinstance(value, float)}
     return _rounded(
         {
@@ -80,9 +94,10 @@ def report(
             "machine": machine,
             "versions": {"python": platform.python_version(), **versions},
             "settings": {**plan.settings(), "systems": system_settings},
+            **judge(plan, machine, summary),
             "rows": list(rows),
             "summary": summary,
-            "ratio": ratios(summary, "tok_s"),
+            "ratio": ratios(summary, of),
             "ratios": {figure: ratios(summary, figure) for figure in sorted(figures) if ratios(summary, figure)},
         }
     )
@@ -107,7 +122,7 @@ def show(content: dict[str, Any], console: Console) -> None:
     machine = content["machine"]
     where = f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']} at the start"
     table = Table(
-        title=f"{content['bench']}, {content['model']}: medians of {content['settings']['rounds']} rounds",
+        title=f"{content['bench']}, {content['model']}{_rounds(content)}",
         caption=f"{where}; in parentheses: ours / peer",
     )
     table.add_column("")
@@ -124,9 +139,16 @@ def show(content: dict[str, Any], console: Console) -> None:
         ]
         table.add_row(figure, *cells)
     console.print(table)
+    if content["void"]:
+        console.print(f"VOID: {content['void']}", highlight=False, markup=False)
+
+
+def _rounds(content: dict[str, Any]) -> str:
+    rounds = content["settings"].get("rounds")
+    return f": medians of {rounds} rounds" if rounds else ""
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return ""
+    if value is None or isinstance(value, str):
+        return value or ""
     return f"{value:,.1f}" if isinstance(value, float) and value >= 10 else f"{value:,.3g}"

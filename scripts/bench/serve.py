@@ -13,10 +13,11 @@ from typing import Any
 from ...configs.prompt_sets import Prompt, load_prompts
 from .arrivals import Arrival, poisson, trace
 from .client import Outcome, Target, replay
+from .harness import our_setup
 from .machine import machine
 from .plan import Plan
 from .processes import BenchError, Workers, gguf_path
-from .report import Row, Summary, median, report
+from .report import Row, Summary, median, percentile, report
 from .servers import Server, empty_cache, our_server, peer_server
 
 Say = Callable[[str], None]
@@ -52,7 +53,9 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
             starts["compilations_after_ready"] = ours.metric(COMPILATIONS)
     summary: dict[str, Summary] = {system: _summary(rounds) for system, rounds in measured.items()}
     summary["umbra"] |= starts
-    versions, settings = described["versions"], {"umbra": {"weights": described["weights"], "slots": plan.sequences}}
+    versions: dict[str, str] = described["versions"]
+    settings: dict[str, Any] = {"umbra": {"slots": plan.sequences}}
+    settings["umbra"] |= {key: described[key] for key in ("weights", "kernels", "instructions")}
     if plan.against:
         summary["llama.cpp"]["start_s"] = servers[1].start_s
         versions["llama-cpp-python"] = version("llama-cpp-python")
@@ -70,7 +73,7 @@ def _arrivals(plan: Plan, prompts: Sequence[Prompt], number: int) -> list[Arriva
 def _describe(plan: Plan, arrivals: Sequence[Sequence[Arrival]]) -> tuple[dict[str, Any], dict[str, list[int]] | None]:
     """What must be known of the model to ask servers for it; token ids of the texts if it has no tokenizer."""
     with Workers(["umbra"]) as workers, workers["umbra"].turn() as ours:
-        described = ours.call("describe", plan.model, plan.quant, plan.threads)
+        described = ours.describe(our_setup(plan))
         if described["has_tokenizer"]:
             return described, None
         texts = [WARM_UP.text, *(arrival.text for one_round in arrivals for arrival in one_round)]
@@ -152,14 +155,3 @@ def _summary(rounds: Sequence[Summary]) -> Summary:
     """Medians over rounds; errors are added up."""
     figures: Summary = {figure: median(one[figure] for one in rounds) for figure in rounds[0] if figure != "errors"}
     return {**figures, "errors": int(sum(one["errors"] for one in rounds))}
-
-
-def percentile(values: Sequence[float], p: float) -> float | None:
-    """Linear interpolation between the closest ranks; None of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * p / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

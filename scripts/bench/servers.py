@@ -103,7 +103,8 @@ class Server:
 def our_server(plan: Plan, cache_home: Path | None) -> Server:
     """Ours, with its files in `cache_home` (see `empty_cache`) or where the user has them."""
     command = [
-        sys.executable, str(SERVE), "--model", plan.model, "--quant", plan.quant, "--host", "127.0.0.1", "--port", "0",
+        sys.executable, str(SERVE), "--model", plan.model, "--quant", plan.quant, "--kernels", plan.kernels,
+        "--kv", plan.kv, "--embedding", plan.embedding, "--host", "127.0.0.1", "--port", "0",
         "--threads", str(plan.threads), "--slots", str(plan.sequences),
     ]  # fmt: skip
     if plan.mesh:

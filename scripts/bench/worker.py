@@ -41,12 +41,14 @@ def main() -> int:
 
 def answer(system: System, request: dict[str, Any]) -> Any:
     """Carry out one request."""
-    if request["op"] == "load":
+    if request["op"] in ("load", "describe"):
         mesh = request["setup"]["mesh"]
         setup = Setup(**{**request["setup"], "mesh": tuple(mesh) if mesh else None})
-        return system.load(setup)
+        return getattr(system, request["op"])(setup)
     if request["op"] == "generate":
         return dataclasses.asdict(system.generate(request["prompts"], request["max_tokens"]))
+    if request["op"] == "score":
+        return [dataclasses.asdict(scores) for scores in system.score(request["sequences"], request["begins"])]
     method: Callable[..., Any] = getattr(system, request["op"])
     return method(*request["args"])
 

@@ -1,22 +1,30 @@
-"""What to assume for loops whose count depends on data, and the least a program could read.
+"""What to assume for loops, branches and kernels whose work depends on data, and the least a program could move.
 
-Both assume the same load, a full engine: every slot decodes with `tokens` tokens in its KV cache, and a prefill step
-also carries a full prompt chunk of one more sequence.
+Both assume the same load, a full engine: every slot decodes one or several tokens with `tokens` tokens in its KV cache,
+and a prefill step also carries a full prompt chunk of one more such sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh
 
 from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import LOCAL, TrunkConfig
-from ...kernels.attention.reference import GROUP
+from ...kernels.attention import GROUP, KVFormat, reference, tpu, tpu_sizes
 from ...model.params import param_specs
 from ...serving.engine.programs import COPY_BLOCKS, Program
 from .traffic import Assume
+
+Sampling = Literal["greedy", "temperature", "top-p"]
+
+_GREEDY = "no slot asks for more than the most likely token"
+_SAMPLED = "every slot samples at a temperature"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,68 +33,142 @@ class Load:
 
     config: TrunkConfig
     engine: EngineConfig
+    kv: KVFormat
     tokens: int
-    """Tokens in the KV cache of every sequence."""
+    """Tokens in the KV cache of every sequence after the step's were written."""
+    new_tokens: int = 1
+    """Tokens of every decoding sequence in one step: more than one where drafts are verified."""
+    sampling: Sampling = "greedy"
+
+    @property
+    def windows(self) -> list[int]:
+        """Tokens a query may see, layer by layer; 0: all."""
+        return [self.config.sliding_window or 0 if kind == LOCAL else 0 for kind in self.config.layer_types]
 
     @property
     def seen(self) -> list[int]:
-        """KV tokens a query reads, layer by layer: a local layer looks no further back than its window."""
-        window = self.config.sliding_window or self.tokens
-        return [min(self.tokens, window) if kind == LOCAL else self.tokens for kind in self.config.layer_types]
+        """KV tokens a query reads, layer by layer."""
+        return [min(self.tokens, window) if window else self.tokens for window in self.windows]
 
     @property
     def spans(self) -> float:
         """Spans of one block that attention walks in a layer, on average over the layers."""
         return sum(math.ceil(n / BLOCK) for n in self.seen) / self.config.n_layers
 
-    def groups(self, program: Program) -> int:
-        """Query groups of a step: one per decoding sequence, and those of the prompt chunk."""
-        return self.engine.slots + (math.ceil(self.engine.prefill_chunk / GROUP) if program.kind == "prefill" else 0)
+    def chunk(self, program: Program) -> int:
+        """Prompt tokens of one more sequence that the step carries."""
+        decoding = self.engine.slots * self.new_tokens
+        return min(self.engine.prefill_chunk, program.width - decoding) if program.kind == "prefill" else 0
 
-    def assume(self, program: Program) -> Assume:
-        """Iterations of loops whose count is data, by the function that has the loop."""
-        rules = {
+    def lengths(self, program: Program) -> tuple[list[int], list[int]]:
+        """Tokens in the cache and tokens of this step, sequence by sequence."""
+        chunk = self.chunk(program)
+        new = [self.new_tokens] * self.engine.slots + [chunk] * bool(chunk)
+        return [self.tokens] * len(new), new
+
+    def groups(self, program: Program) -> int:
+        """Query groups of a step: those of the decoding sequences, and of the prompt chunk."""
+        return sum(math.ceil(new / GROUP) for new in self.lengths(program)[1])
+
+    def tiles(self, program: Program) -> float:
+        """Tiles of query tokens of a group in plain JAX, on average."""
+        tiles = sum(math.ceil(new / reference.TILE) for new in self.lengths(program)[1])
+        return tiles / self.groups(program)
+
+    def assume(self, program: Program, mesh: Mesh, chip: str) -> Assume:
+        loops = {
             "trunk.py:Trunk.__call__": (self.config.n_layers, "all layers run"),
             "reference.py:write_kv": (program.width, "every token of the step is in use"),
+            "reference.py:attention": (self.groups(program), "all slots are taken"),
             "reference.py:attend": (self.groups(program), "all slots are taken"),
+            "reference.py:_attend_tiles": (self.tiles(program), "all slots are taken"),
             "reference.py:_largest_key": (31, "a binary search over 31 bits takes its longest"),
             "reference.py:_attend_group": (self.spans, f"{self.tokens} tokens are in the KV cache of every sequence"),
         }
-        return lambda source, op_name: rules.get(source)
+        kernels = {tpu.NAME: (self.attention_bytes(program, mesh, chip), f"{self.tokens} tokens in every KV cache")}
+        return Assume(
+            loop=lambda source, op_name: loops.get(source),
+            branch=lambda source, op_name: self._branches().get(source),
+            kernel=kernels.get,
+        )
+
+    def _branches(self) -> dict[str, tuple[int, str]]:
+        """The branch (0: false) taken by what asks how slots choose."""
+        if self.sampling == "greedy":
+            return {"step.py:_choose": (0, _GREEDY)}
+        filtered = int(self.sampling == "top-p")
+        return {
+            "step.py:_choose": (1, _SAMPLED),
+            "reference.py:row": (1, "all slots are taken"),
+            "reference.py:choose_rows.<locals>.row": (1, "all slots are taken"),
+            "reference.py:choose": (0, f"{_SAMPLED}, none wants log-probabilities"),
+            "reference.py:_with_penalties": (0, "no slot has penalties"),
+            "reference.py:_with_bias": (0, "no slot has a bias"),
+            "reference.py:_top_k_threshold": (0, "no slot has top-k"),
+            "reference.py:_noisy_scores": (filtered, "every slot has top-p" if filtered else "no slot has top-p"),
+            "reference.py:_top_p_and_min_p": (filtered, "every slot has top-p"),
+        }
+
+    def attention_bytes(self, program: Program, mesh: Mesh, chip: str) -> float:
+        """Bytes of the KV pool that one call of the attention kernel moves on one chip, on average over the layers."""
+        if program.kind not in ("prefill", "decode", "decode_n"):
+            return 0.0
+        model = mesh.shape["model"]
+        lengths, new = self.lengths(program)
+        by_window = {
+            window: tpu.pool_bytes(
+                self.config.n_kv_heads // model, self.config.head_dim, self.kv.dtype, lengths, new,
+                n_heads=self.config.n_heads // model, tokens=program.width, rows=self.engine.slots,
+                width=self.engine.table_width(self.config), window=window,
+                on=tpu_sizes.CHIPS.get(chip, tpu_sizes.UNKNOWN),
+            )
+            for window in set(self.windows)
+        }  # fmt: skip
+        return sum(by_window[window] for window in self.windows) / self.config.n_layers
+
+    def min_bytes(self, program: Program, mesh: Mesh) -> float:
+        """Bytes one chip cannot avoid to move: every shard of a weight once a pass, the KV that is attended to, and the
+        KV that is written.
+
+        Of an embedding that is not also the output head only the rows of the step's tokens count. `admit` and the
+        copies of blocks read and write what they are named for once.
+        """
+        c = self.config
+        per_token = self.kv.bytes_per_token(1, c.n_kv_heads, c.head_dim) / mesh.shape["model"]
+        if program.kind in ("save", "load"):
+            return 2.0 * COPY_BLOCKS * BLOCK * c.n_layers * per_token
+        if program.kind == "admit":
+            row = program.args[2]
+            return 2.0 * sum(math.prod(a.shape) * a.dtype.itemsize for a in row) / mesh.shape["data"]
+        lengths, new = self.lengths(program)
+        kv = (len(lengths) * sum(self.seen) + c.n_layers * sum(new)) * per_token
+        return (weight_bytes(c, program.args[0], program.width) + kv) * passes(self.engine, program)
+
+    def tokens_per_run(self, program: Program, mesh: Mesh) -> int | None:
+        """Tokens all chips together get on with in one run: prompt tokens for prefill, answer tokens for decode."""
+        if program.kind == "prefill":
+            return (self.chunk(program) or self.engine.slots * self.new_tokens) * mesh.shape["data"]
+        if program.kind in ("decode", "decode_n"):
+            return self.engine.slots * self.new_tokens * passes(self.engine, program) * mesh.shape["data"]
+        return None
 
 
-def min_bytes(load: Load, program: Program, mesh: Mesh, itemsize: int) -> float:
-    """Bytes one chip cannot avoid to move: every shard of a weight once a pass, and the KV that is attended to.
+def weight_bytes(config: TrunkConfig, params: Mapping[str, Any], width: int) -> float:
+    """Bytes of one chip's shards of all weights, without padding; of a mere embedding the rows of `width` tokens."""
+    total = 0.0
+    for path, value in params.items():
+        size = sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(value))
+        if path == "embed" and not config.tied_embeddings:
+            size = min(size, width * size / param_specs(config)["embed"].shape[0])
+        total += size
+    return total
 
-    Of an embedding that is not also the output head only the rows of the step's tokens count. `admit` and the copies
-    of blocks read and write what they are named for once.
-    """
-    config, model = load.config, mesh.shape["model"]
-    per_token = 2 * config.n_kv_heads * config.head_dim * itemsize / model
-    if program.kind in ("save", "load"):
-        return 2.0 * COPY_BLOCKS * BLOCK * config.n_layers * per_token
-    if program.kind == "admit":
-        row = program.args[2]
-        return 2.0 * sum(math.prod(a.shape) * a.dtype.itemsize for a in row) / mesh.shape["data"]
-    weights = 0.0
-    for name, spec in param_specs(config).items():
-        size = math.prod(spec.sharding(mesh).shard_shape(spec.shape)) * itemsize
-        if name == "embed" and not config.tied_embeddings:
-            size = min(size, program.width * config.d_model * itemsize)
-        weights += size
-    kv = load.engine.slots * sum(load.seen) * per_token
-    return (weights + kv) * passes(load.engine, program)
+
+def _shard_bytes(leaf: Any) -> float:
+    bits = 4 if leaf.dtype.name in ("int4", "uint4") else 8 * leaf.dtype.itemsize
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * bits / 8
 
 
 def passes(engine: EngineConfig, program: Program) -> int:
     """Trunk passes of one run of the program."""
     return engine.passes("tpu") if program.kind == "decode_n" else 1
-
-
-def tokens_per_run(load: Load, program: Program, mesh: Mesh) -> int | None:
-    """Tokens all chips together get on with in one run: prompt tokens for prefill, answer tokens for decode."""
-    if program.kind == "prefill":
-        return load.engine.prefill_chunk * mesh.shape["data"]
-    if program.kind in ("decode", "decode_n"):
-        return load.engine.slots * passes(load.engine, program) * mesh.shape["data"]
-    return None

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 HBM = 0
 """Memory space of an array without `S(n)` in its layout. `S(1)` is on-chip vector memory, `S(5)` the host's."""
@@ -105,6 +106,17 @@ class Instruction:
         return tuple(name.lstrip("%") for name in both if name)
 
     @property
+    def branches(self) -> tuple[str, ...]:
+        """A conditional's branches in the order of their index: the one for false, then the one for true."""
+        return self.called[::-1] if self.attribute("true_computation") else self.called
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the author of a Pallas kernel wrote beside it (`pl.pallas_call(metadata=...)`)."""
+        match = re.search(r"kernel_metadata=\{([^{}]*)\}", self.attributes)
+        return dict(re.findall(r'"([^"]*)":\s*"([^"]*)"', match.group(1))) if match else {}
+
+    @property
     def op_name(self) -> str:
         """Where in the Python program it comes from, for example `jit(step)/while/body/dot_general`."""
         match = re.search(r'op_name="([^"]*)"', self.attributes)
@@ -144,12 +156,12 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = name = root = ""
     instructions: dict[str, Instruction] = {}
-    for line in text.splitlines():
+    for line in _lines(text):
         if not name:
             if header := _HEADER.match(line):
                 name, root, instructions = header.group(2), "", {}
                 entry = name if header.group(1) else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             computations[name] = Computation(name, instructions, root)
             name = ""
         elif match := _NAME.match(line):
@@ -159,6 +171,24 @@ def parse(text: str) -> Module:
     if not entry:
         raise HloError("the text has no ENTRY computation; expected the output of Compiled.as_text()")
     return Module(computations, entry, _frames(text))
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of `text`, with those of an instruction that goes on over several (a kernel's metadata) as one."""
+    whole = ""
+    for line in text.splitlines():
+        if whole and line and not line[0].isspace() and line.rstrip() != "}" and not _HEADER.match(line):
+            whole += line
+            continue
+        if whole:
+            yield whole
+            whole = ""
+        if _NAME.match(line):
+            whole = line
+        else:
+            yield line
+    if whole:
+        yield whole
 
 
 def _instruction(name: str, text: str) -> Instruction:

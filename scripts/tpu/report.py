@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -20,26 +21,35 @@ LARGEST = 8
 Progress = Callable[[str, int, int], None]
 
 
-def compile_all(
-    programs: list[Program], load: assume.Load, mesh: Mesh, chip: Chip, itemsize: int, progress: Progress
-) -> list[dict[str, Any]]:
-    """One row per program, in the order of `programs`; `progress(name, done, total)` after each."""
-    rows: dict[str, dict[str, Any]] = {}
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A program to compile, and the load to work its figures out for."""
+
+    program: Program
+    load: assume.Load
+
+
+def compile_all(jobs: Sequence[Job], mesh: Mesh, chip: Chip, progress: Progress) -> list[dict[str, Any]]:
+    """One row per job, in the order of `jobs`; `progress(name, done, total)` after each."""
+    rows: dict[int, dict[str, Any]] = {}
     with ThreadPoolExecutor(max_workers=cores()) as pool:
-        jobs = {pool.submit(row, p, load, mesh, chip, itemsize): p.name for p in programs}
-        for done, job in enumerate(as_completed(jobs), start=1):
-            rows[jobs[job]] = job.result()
-            progress(jobs[job], done, len(jobs))
-    return [rows[p.name] for p in programs]
+        running = {pool.submit(row, job, mesh, chip): i for i, job in enumerate(jobs)}
+        for done, future in enumerate(as_completed(running), start=1):
+            rows[running[future]] = future.result()
+            progress(jobs[running[future]].program.name, done, len(jobs))
+    return [rows[i] for i in range(len(jobs))]
 
 
-def row(program: Program, load: assume.Load, mesh: Mesh, chip: Chip, itemsize: int) -> dict[str, Any]:
+def row(job: Job, mesh: Mesh, chip: Chip) -> dict[str, Any]:
     """Compile one program and read the result. A program the compiler refuses has `compiled` false and `error`."""
+    program, load = job.program, job.load
     head = {
         "name": program.name,
         "kind": program.kind,
         "sequences": program.sequences,
         "width": program.width,
+        "context": load.tokens,
+        "new_tokens": load.new_tokens,
     }
     started = time.perf_counter()
     try:
@@ -50,19 +60,21 @@ def row(program: Program, load: assume.Load, mesh: Mesh, chip: Chip, itemsize: i
         fits = False if "RESOURCE_EXHAUSTED" in message else None
         return {**head, "compiled": False, "error": message, "fits": fits}
     seconds = time.perf_counter() - started
-    counted = traffic.count(hlo.parse(compiled.as_text()), load.assume(program))
-    least = assume.min_bytes(load, program, mesh, itemsize)
+    counted = traffic.count(hlo.parse(compiled.as_text()), load.assume(program, mesh, chip.name))
+    least = load.min_bytes(program, mesh)
     memory = memory_by_kind(compiled)
     compute_s = counted.flops / chip.flops_per_second
     memory_s = counted.bytes / chip.bytes_per_second
     bound = max(compute_s, memory_s)
-    tokens = assume.tokens_per_run(load, program, mesh)
+    tokens = load.tokens_per_run(program, mesh)
     hbm = memory["arguments"] + memory["outputs"] + memory["temporaries"] - memory["aliased"]
     return {
         **head,
         "compiled": True,
         "compile_s": round(seconds, 2),
         "custom_kernels": sorted(counted.kernels),
+        "kernel_calls": {name: round(n) for name, n in sorted(counted.kernels.items())},
+        "operations": {kind: round(counted.operations[kind]) for kind in traffic.KINDS},
         "memory": memory,
         "hbm_bytes": hbm,
         "fits": hbm <= chip.hbm_bytes,
@@ -74,6 +86,7 @@ def row(program: Program, load: assume.Load, mesh: Mesh, chip: Chip, itemsize: i
         "bound_s": bound,
         "bound_by": "compute" if compute_s > memory_s else "memory",
         "predicted_tok_s": tokens / bound if tokens else None,
+        "predicted_tok_s_chip": tokens / bound / mesh.size if tokens else None,
         "assumptions": counted.assumptions,
         "largest": [{"operation": name, "bytes": size} for name, size in counted.by_operation.most_common(LARGEST)],
     }

@@ -6,9 +6,11 @@ Rules:
 * a fusion reads only what it needs of each operand (a slice of stacked weights, the rows of a gather) and an update in
   place writes only the update;
 * a copy reads its source once and writes its target; the second half of an asynchronous pair moves nothing;
-* a loop's body counts as often as it runs (`loops`), a conditional as its most expensive branch;
-* a kernel (custom call) reads its operands and writes its results once; buffers it updates in place count nothing, and
-  its operations are those it declares.
+* a loop's body counts as often as it runs (`loops`), a conditional as the branch that is assumed, or else as its most
+  expensive one;
+* a kernel (custom call) moves of each operand and result what its metadata says its blocks amount to, or else reads
+  its operands and writes its results once; buffers it updates in place count nothing; what it moves depending on data
+  is assumed. Its operations are those it declares.
 
 Whatever had to be assumed is listed in `Traffic.assumptions`.
 """
@@ -22,10 +24,24 @@ from collections.abc import Callable, Sequence
 
 from . import loops
 from .flops import flops
-from .hlo import Array, Computation, Instruction, Module
+from .hlo import Array, Computation, HloError, Instruction, Module
 
-Assume = Callable[[str, str], tuple[float, str] | None]
+LoopRule = Callable[[str, str], tuple[float, str] | None]
 """(`file.py:function`, op name) of a loop whose count depends on data -> (iterations, why); None: not known."""
+BranchRule = Callable[[str, str], tuple[int, str] | None]
+"""The same of a conditional -> (index of the branch it takes, why); None: not known."""
+KernelRule = Callable[[str], tuple[float, str] | None]
+"""Name of a Pallas kernel -> (bytes that one run moves on top of its dense operands, why); None: nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assume:
+    """What a program does that depends on data."""
+
+    loop: LoopRule = lambda source, op_name: None
+    branch: BranchRule = lambda source, op_name: None
+    kernel: KernelRule = lambda name: None
+
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
@@ -40,6 +56,10 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+KINDS = ("kernel", "fusion", "copy", "collective")
+"""Kinds of operations: Pallas kernels; fusions and whatever XLA left unfused; copies, slices and transpositions on
+their own, synchronous or not; collectives."""
+_COPIES = ("copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "gather")
 _SLICES = ("slice", "dynamic-slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Opcode -> operand that holds the new elements."""
@@ -60,6 +80,8 @@ class Traffic:
     """Bytes of results of collectives: what passes between chips, up to the factor of the algorithm."""
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)
     """Custom kernels by name: how often each runs."""
+    operations: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Operations the device starts, by kind (`KINDS`): how often they run. Scalar arithmetic is left out."""
     by_operation: Counter[str] = dataclasses.field(default_factory=Counter)
     """HBM bytes by the operation of the Python program that caused them."""
     assumptions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -68,13 +90,14 @@ class Traffic:
         self.bytes += times * other.bytes
         self.flops += times * other.flops
         self.collective_bytes += times * other.collective_bytes
-        for mine, theirs in ((self.kernels, other.kernels), (self.by_operation, other.by_operation)):
+        for name in ("kernels", "operations", "by_operation"):
+            mine, theirs = getattr(self, name), getattr(other, name)
             for key, value in theirs.items():
-                mine[key] += times * value  # type: ignore[assignment]
+                mine[key] += times * value
         self.assumptions.update(other.assumptions)
 
 
-def count(module: Module, assume: Assume = lambda source, op_name: None) -> Traffic:
+def count(module: Module, assume: Assume = Assume()) -> Traffic:  # noqa: B008
     """Traffic of one run of the module's entry computation."""
     return _Walker(module, assume).computation(module.computations[module.entry], {})
 
@@ -108,7 +131,7 @@ class _Walker:
         if times is None:
             source = self.module.source(ins)
             where = source or ins.op_name or ins.name
-            assumed = self.assume(source, ins.op_name)
+            assumed = self.assume.loop(source, ins.op_name)
             times, why = assumed or (1.0, "unknown, counted once")
             total.assumptions[f"loop {where}"] = f"{times:g} iterations: {why}"
         inside = loops.invariants(self.module, within, ins, known)
@@ -117,10 +140,16 @@ class _Walker:
             total.add(self.computation(called, inside), times)
 
     def _conditional(self, total: Traffic, ins: Instruction) -> None:
-        branches = [self.computation(self.module.computations[name], {}) for name in ins.called]
+        source = self.module.source(ins)
+        where = f"conditional {source or ins.op_name or ins.name}"
+        if assumed := self.assume.branch(source, ins.op_name):
+            taken, why = assumed
+            total.add(self.computation(self.module.computations[ins.branches[taken]], {}), 1)
+            total.assumptions[where] = f"branch {taken}: {why}"
+            return
+        branches = [self.computation(self.module.computations[name], {}) for name in ins.branches]
         total.add(max(branches, key=lambda t: t.bytes), 1)
-        where = self.module.source(ins) or ins.op_name or ins.name
-        total.assumptions[f"conditional {where}"] = "counted as its most expensive branch"
+        total.assumptions[where] = "counted as its most expensive branch"
 
     def _kernel(self, total: Traffic, within: Computation, ins: Instruction) -> None:
         target = ins.attribute("custom_call_target") or ""
@@ -128,16 +157,24 @@ class _Walker:
             return
         name = re.sub(r"\.\d+$", "", ins.name) if target == "tpu_custom_call" else target
         total.kernels[name] += 1
+        total.operations["kernel"] += 1
         total.flops += _declared_flops(ins)
         in_place = _aliased_operands(ins)
+        operands = [within.operand(ins, i) for i in range(len(ins.operands))]
+        reads, writes = _declared_moves(ins, len(operands))
+        moved = 0.0
+        for i, operand in enumerate(operands):
+            if i not in in_place:
+                moved += _moved_of(operand.results, reads, i)
         aliased_results = _aliased_results(ins)
-        moved = sum(
-            sum(a.hbm_bytes for a in within.operand(ins, i).results)
-            for i in range(len(ins.operands))
-            if i not in in_place
-        )
-        moved += sum(a.hbm_bytes for i, a in enumerate(ins.results) if i not in aliased_results)
-        if in_place:
+        for i, result in enumerate(ins.results):
+            if i not in aliased_results:
+                moved += _moved_of((result,), writes, i)
+        if assumed := self.assume.kernel(name):
+            more, why = assumed
+            moved += more
+            total.assumptions[f"kernel {name}"] = f"{more:,.0f} bytes besides its dense operands: {why}"
+        elif in_place:
             total.assumptions[f"kernel {name}"] = "buffers it updates in place count nothing"
         self._moved(total, ins, moved)
 
@@ -156,6 +193,8 @@ class _Walker:
         moved += sum(write * _per_element(a) for write, a in zip(writes, results, strict=True))
         if base in _COLLECTIVES:
             total.collective_bytes += sum(a.bytes for a in results)
+        if kind := _kind(base, results):
+            total.operations[kind] += 1
         total.flops += self._flops(owner, root)
         self._moved(total, ins, moved)
 
@@ -287,6 +326,35 @@ def _targets(start: Instruction) -> tuple[Array, ...]:
 
 def _per_element(array: Array) -> float:
     return array.hbm_bytes / array.elements if array.elements else 0.0
+
+
+def _kind(opcode: str, results: Sequence[Array]) -> str | None:
+    """The kind of an operation; None for arithmetic on scalars, which costs the device next to nothing."""
+    if opcode in _COLLECTIVES:
+        return "collective"
+    if all(a.elements <= 1 for a in results):
+        return None
+    return "copy" if opcode in _COPIES else "fusion"
+
+
+def _declared_moves(ins: Instruction, operands: int) -> tuple[list[float] | None, list[float] | None]:
+    """Bytes that a kernel says it moves of each operand and of each result, if they are in HBM."""
+    metadata = ins.metadata
+    if "reads" not in metadata or "writes" not in metadata:
+        return None, None
+    reads, writes = ([float(n) for n in metadata[key].split(",")] for key in ("reads", "writes"))
+    if len(reads) != operands or len(writes) != len(ins.results):
+        raise HloError(
+            f"kernel {ins.name} declares {len(reads)} reads and {len(writes)} writes; "
+            f"it has {operands} operands and {len(ins.results)} results"
+        )
+    return reads, writes
+
+
+def _moved_of(arrays: Sequence[Array], declared: list[float] | None, index: int) -> float:
+    if declared is None:
+        return sum(a.hbm_bytes for a in arrays)
+    return declared[index] if any(a.hbm_bytes for a in arrays) else 0.0
 
 
 def _declared_flops(ins: Instruction) -> float:

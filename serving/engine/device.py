@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 from ...configs.engine import NULL_BLOCK, EngineConfig
 from ...configs.machine import cores
 from ...configs.trunk import TrunkConfig
+from ...kernels.attention import KVPool
+from ...kernels.backend import Kernels
 from . import compile_cache
-from .programs import COPY_BLOCKS, Program, programs, step_sizes
+from .programs import COPY_BLOCKS, Program, kv_bytes, kv_format, programs, step_sizes
 from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
 
 log = logging.getLogger(__name__)
@@ -29,25 +31,34 @@ Progress = Callable[[str, int, int], None]
 class Device:
     """Parameters, KV pool and slot state on a mesh, and the programs that work on them."""
 
-    def __init__(self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, jax.Array]) -> None:
-        self.config, self.mesh = config, mesh
+    def __init__(
+        self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, Any], kernels: Kernels
+    ) -> None:
+        self.config, self.mesh, self.kernels = config, mesh, kernels
         self.params = dict(params)
         self.data = mesh.shape["data"]
-        self.passes = engine.passes(mesh.devices.flat[0].platform)
-        self.blocks = engine.pool_blocks(config, params["embed"].dtype.itemsize)
+        platform = mesh.devices.flat[0].platform
+        self.passes = engine.passes(platform)
+        self.kv = kv_format(engine, self.kernels, platform)
+        self.blocks = engine.pool_blocks(config, kv_bytes(config, self.kv))
         self._choose_programs(engine)
         pool = self._listed["save"].args[0]
-        self._new_pool = jax.jit(lambda: jnp.zeros(pool.shape, pool.dtype), out_shardings=pool.sharding)
+        self._new_pool = jax.jit(
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pool),
+            out_shardings=jax.tree.map(lambda s: s.sharding, pool),
+        )
         self.layers = jax.device_put(
             np.concatenate([[config.n_layers], np.arange(config.n_layers)]).astype(np.int32), NamedSharding(mesh, P())
         )
-        self._pool: jax.Array | None
+        self._pool: KVPool | None
         self._state: SlotState | None
         self.reset()
 
     def _choose_programs(self, engine: EngineConfig) -> None:
         self.engine = engine
-        self.programs = programs(self.config, engine, self.mesh, dtype=self.params["embed"].dtype)
+        self.programs = programs(
+            self.config, engine, self.mesh, params=self.params, kernels=self.kernels, kv=self.kv
+        )
         self._listed = {program.kind: program for program in self.programs}
         self._compiled: dict[str, Any] = {}
 
@@ -79,13 +90,15 @@ class Device:
         self._clear_slots()
 
     def check_rounding(self) -> None:
-        """Make sure that prefill and decode steps give a token the same bits: the one property of the compiler that
-        exactness rests on (kernels/tiles.py). Where it does not hold, a CPU runs prompts in the tiles of decode steps.
+        """Make sure that prefill and decode steps of the plain path give a token the same bits: the one property of
+        the compiler that exactness rests on (kernels/tiles.py). Where it does not hold, a CPU runs prompts in the
+        tiles of decode steps.
 
-        Raises `RuntimeError` if that does not help either. On other platforms the steps are different families of
-        shapes, and nothing is claimed between them.
+        Raises `RuntimeError` if that does not help either. Native kernels round alike by construction; on other
+        platforms the steps are different families of shapes, and nothing is claimed between them.
         """
-        if self.mesh.devices.flat[0].platform != "cpu" or self._rounds_alike():
+        plain_cpu = self.mesh.devices.flat[0].platform == "cpu" and self.kernels.linear == "xla"
+        if not plain_cpu or self._rounds_alike():
             return
         log.warning("prefill and decode round differently on this machine: prompts run in smaller tiles, slower")
         self.use_one_tile()
@@ -98,15 +111,16 @@ class Device:
         self._choose_programs(dataclasses.replace(self.engine, prefill_tile=self.engine.tile))
 
     def _rounds_alike(self) -> bool:
-        logits = []
+        written = []  # keys and values of all layers, of the same token
         for kind in ("prefill", "decode"):
             inputs = self.new_input(kind == "prefill")
             inputs.ids[0], inputs.positions[0], inputs.counts[0], inputs.sample_at[0] = 1, 0, 1, 0
             inputs.tables[0, 0] = 1
             inputs.sizes[0] = 1, 1, 1
-            logits.append(np.asarray(self.run(kind, inputs)[1])[0])
+            self.run(kind, inputs)
+            written.append(self.save([(0, 1)])[0].values[:, :, 0])
         self._clear_slots()
-        return bool(np.array_equal(*logits))
+        return bool(np.array_equal(*written))
 
     def _compile_all(self, progress: Progress | None) -> None:
         done = 0
@@ -151,23 +165,25 @@ class Device:
 
     # ---- blocks
 
-    def save(self, blocks: list[tuple[int, int]]) -> list[np.ndarray]:
+    def save(self, blocks: list[tuple[int, int]]) -> list[KVPool]:
         """Host copies of the contents of (shard, block) pairs. Waits for the steps before it."""
-        contents: list[np.ndarray] = []
+        contents: list[KVPool] = []
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            saved = np.asarray(self._get("save")(self._pool, self._block_ids(part)))
-            contents += [saved[shard * COPY_BLOCKS + i].copy() for i, (shard, _) in enumerate(part)]
+            saved = jax.tree.map(np.asarray, self._get("save")(self._pool, self._block_ids(part)))
+            for i, (shard, _) in enumerate(part):
+                at = shard * COPY_BLOCKS + i
+                contents.append(jax.tree.map(lambda x, at=at: x[at].copy(), saved))
         return contents
 
-    def load(self, blocks: list[tuple[int, int, np.ndarray]]) -> None:
+    def load(self, blocks: list[tuple[int, int, KVPool]]) -> None:
         """Write contents into (shard, block, contents) triples."""
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            shape = self._listed["load"].args[2]
-            contents = np.zeros(shape.shape, shape.dtype)
+            contents = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._listed["load"].args[2])
             for i, (shard, _, content) in enumerate(part):
-                contents[shard * COPY_BLOCKS + i] = content
+                for all_, one in zip(jax.tree.leaves(contents), jax.tree.leaves(content), strict=True):
+                    all_[shard * COPY_BLOCKS + i] = one
             ids = self._block_ids([(shard, block) for shard, block, _ in part])
             self._pool = self._get("load")(self._pool, ids, contents)
 

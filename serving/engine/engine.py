@@ -108,12 +108,11 @@ class Engine:
         self.context_length = config.context(model.config)
         if len(model.eos_ids) > MAX_STOP_IDS:
             raise ValueError(f"{model.name} has {len(model.eos_ids)} end ids; at most {MAX_STOP_IDS} are supported")
-        self.device = Device(model.config, config, self.mesh, model.params)
-        self.numerics_class = numerics_class(self.mesh, model.params["embed"].dtype.name)
+        self.device = Device(model.config, config, self.mesh, model.params, model.kernels)
+        self.numerics_class = numerics_class(self.mesh, self.device.kernels, model.quant, self.device.kv)
         self.system_fingerprint = system_fingerprint(model.weights_id, self.numerics_class)
-        kv_format = f"{model.params['embed'].dtype.name} [L, 2, K, P, H]"
         fingerprint = model_fingerprint(
-            weights_id=model.weights_id, numerics_class=self.numerics_class, kv_format=kv_format
+            weights_id=model.weights_id, numerics_class=self.numerics_class, kv_format=self.device.kv.name
         )
         # One namespace for now: there are no tenants yet, and a secret of this process keeps keys unguessable.
         self._root = root_key(namespace(secrets.token_bytes(32), "local"), fingerprint)
@@ -214,6 +213,8 @@ class Engine:
         prompt = np.array(prompt_ids, dtype=np.int64).reshape(-1)
         if not len(prompt):
             raise ValueError("the prompt is empty; at least one token is needed")
+        if params.digest and not self.config.logits:
+            raise ValueError("digests need an engine that keeps logits: EngineConfig(logits=True)")
         vocab = self.model.config.vocab_size
         for what, ids in (
             ("prompt", prompt),

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from pathlib import Path
 
 import jax
 import jaxlib
 from jax.sharding import Mesh
+
+from ...kernels import native
+from ...kernels.attention import KVFormat
+from ...kernels.backend import Kernels
 
 
 @functools.cache
@@ -22,15 +27,27 @@ def instruction_set() -> str:
     return next((name for flag, name in names.items() if flag in flags), "baseline")
 
 
-def numerics_class(mesh: Mesh, dtype: str) -> str:
-    """For example `cpu/avx2/jaxlib-0.10.2/xla/w-float32/kv-float32/model-1`."""
+def numerics_class(mesh: Mesh, kernels: Kernels, weights: str, kv: KVFormat) -> str:
+    """For example `cpu/native-3f9c2d1a/jaxlib-0.10.2/w-float32/kv-int8-scaled-per-token/model-1`.
+
+    Native kernels round alike on every instruction set, so that only their version counts; what XLA compiles depends
+    on the machine.
+    """
     device = mesh.devices.flat[0]
-    machine = instruction_set() if device.platform == "cpu" else device.device_kind.replace(" ", "-")
+    if kernels.linear == "cpu":
+        code = f"native-{native.version()}"
+    else:
+        machine = instruction_set() if device.platform == "cpu" else device.device_kind.replace(" ", "-")
+        code = f"{machine}/{'pallas' if kernels.linear == 'tpu' else 'xla'}"
     parts = (
-        device.platform, machine, f"jaxlib-{jaxlib.__version__}", "xla", f"w-{dtype}", f"kv-{dtype}",
+        device.platform, code, f"jaxlib-{jaxlib.__version__}", f"w-{_word(weights)}", f"kv-{_word(kv.name)}",
         f"model-{mesh.shape['model']}",
     )  # fmt: skip
     return "/".join(parts)
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text).strip("-")
 
 
 def system_fingerprint(weights_id: str, numerics: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,14 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import TrunkConfig
-from ...kernels.attention.reference import GROUP
-from ...model.params import abstract_params, param_specs
+from ...kernels.attention import GROUP, KVFormat, KVPool
+from ...kernels.backend import Kernels
+from ...model.params import partitions, with_shardings
 from ...model.trunk import Execution
 from . import step
 from .state import StepResult, input_shapes, state_shapes
 
 COPY_BLOCKS = 8
 """Blocks moved by one call of the copy programs."""
+
+_POOL_SPEC = P("data", None, "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +68,34 @@ def make_mesh(devices: list[Any], config: TrunkConfig, data: int | None = None, 
     return mesh
 
 
-def execution(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, prefill: bool) -> Execution:
-    """How a step runs on this mesh: in tiles of rows on a CPU, whole elsewhere (kernels/tiles.py)."""
+def kv_format(engine: EngineConfig, kernels: Kernels, platform: str) -> KVFormat:
+    """How KV is stored: as `engine.kv` says; by default int8 where the native kernels attend, else float32 on a CPU
+    and bfloat16 elsewhere."""
+    kind = engine.kv
+    if kind == "auto":
+        kind = "int8" if kernels.attention == "cpu" else "float32" if platform == "cpu" else "bfloat16"
+    return KVFormat(kind, "float32" if platform == "tpu" else "float16")
+
+
+def execution(
+    config: TrunkConfig, engine: EngineConfig, mesh: Mesh, kernels: Kernels, *, prefill: bool
+) -> Execution:
+    """How a step runs on this mesh: the plain path on a CPU in tiles of rows (kernels/tiles.py), others whole."""
     platform = mesh.devices.flat[0].platform
-    on_cpu = platform == "cpu"
+    tiled = platform == "cpu" and kernels.linear == "xla"
     tile = engine.prefill_tile if prefill else engine.tile
     return Execution(
-        tile=tile if on_cpu else None,
-        head_tile=engine.tile if on_cpu else None,
+        kernels,
+        tile=tile if tiled else None,
+        head_tile=engine.tile if tiled else None,
         axis="model" if mesh.shape["model"] > 1 else None,
         context=engine.table_width(config) * BLOCK,
-        tpu=platform == "tpu",
     )
+
+
+def kv_bytes(config: TrunkConfig, kv: KVFormat) -> int:
+    """Bytes of one token's keys and values, all layers."""
+    return kv.bytes_per_token(config.n_layers, config.n_kv_heads, config.head_dim)
 
 
 def step_sizes(engine: EngineConfig, prefill: bool) -> tuple[int, int]:
@@ -93,10 +112,12 @@ def step_sizes(engine: EngineConfig, prefill: bool) -> tuple[int, int]:
     return whole_tiles(engine.slots + chunk), 2 * engine.slots + -(-chunk // GROUP)
 
 
-def programs(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, dtype: Any) -> list[Program]:
-    """Every program an engine of this configuration runs, in the order it needs them."""
+def programs(
+    config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, params: Mapping[str, Any], kernels: Kernels, kv: KVFormat
+) -> list[Program]:
+    """Every program an engine of this configuration runs, in the order it needs them. `params` may be abstract."""
     check_mesh(config, mesh)
-    build = _Builder(config, engine, mesh, jnp.dtype(dtype))
+    build = _Builder(config, engine, mesh, params, kernels, kv)
     listed = [build.passes("prefill", 1, prefill=True), build.passes("decode", 1, prefill=False)]
     passes = engine.passes(mesh.devices.flat[0].platform)
     if passes > 1:
@@ -105,19 +126,24 @@ def programs(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, dtype: An
 
 
 class _Builder:
-    def __init__(self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, dtype: jnp.dtype) -> None:
-        self.config, self.engine, self.mesh = config, engine, mesh
+    def __init__(
+        self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, Any], kernels: Kernels,
+        kv: KVFormat,
+    ) -> None:  # fmt: skip
+        self.config, self.engine, self.mesh, self.kernels = config, engine, mesh, kernels
         self.data = mesh.shape["data"]
-        self.params = abstract_params(config, dtype, mesh)
-        self.param_specs = {name: spec.partition() for name, spec in param_specs(config).items()}
-        self.pool_spec = P("data", None, None, "model")
+        self.param_specs = partitions(config, params)
+        self.params = with_shardings(config, params, mesh)
         self.state_spec = P("data")
-        blocks = engine.pool_blocks(config, dtype.itemsize)
-        block = (config.n_layers, 2, config.n_kv_heads, BLOCK, config.head_dim)
-        self.pool = self._abstract(jax.ShapeDtypeStruct((self.data * blocks, *block), dtype), self.pool_spec)
-        self.contents = self._abstract(jax.ShapeDtypeStruct((self.data * COPY_BLOCKS, *block), dtype), self.pool_spec)
+        self.pool = self._blocks(kv, engine.pool_blocks(config, kv_bytes(config, kv)))
+        self.contents = self._blocks(kv, COPY_BLOCKS)
+        self.pool_spec = jax.tree.map(lambda _: _POOL_SPEC, self.pool)
         self.state = self._abstract(state_shapes(self.data * engine.slots, config.vocab_size), self.state_spec)
         self.row = self._abstract(state_shapes(self.data, config.vocab_size), self.state_spec)
+
+    def _blocks(self, kv: KVFormat, blocks: int) -> KVPool:
+        c = self.config
+        return self._abstract(kv.pool(self.data * blocks, c.n_layers, c.n_kv_heads, c.head_dim), _POOL_SPEC)
 
     def _abstract(self, tree: Any, spec: P) -> Any:
         sharding = NamedSharding(self.mesh, spec)
@@ -144,11 +170,12 @@ class _Builder:
         spec = self.state_spec
         result = StepResult(*[P(None, "data")] * len(StepResult._fields))  # type: ignore[arg-type]
         name = f"{kind}_b{self.engine.slots}_t{tokens}" + (f"_n{passes}" if passes > 1 else "")
-        run = execution(self.config, self.engine, self.mesh, prefill=prefill)
+        run = execution(self.config, self.engine, self.mesh, self.kernels, prefill=prefill)
+        keep = self.engine.logits
         fn = (
-            functools.partial(step.run_pass, self.config, run)
+            functools.partial(step.run_pass, self.config, run, keep)
             if passes == 1
-            else functools.partial(step.run_passes, self.config, run, passes)
+            else functools.partial(step.run_passes, self.config, run, keep, passes)
         )
         return self._program(
             name, kind, tokens, fn,

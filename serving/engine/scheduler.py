@@ -16,7 +16,7 @@ import numpy as np
 from ...cache.keys import block_key
 from ...cache.pool import BlockPool
 from ...configs.engine import BLOCK
-from ...kernels.attention.reference import GROUP
+from ...kernels.attention import GROUP
 from .sequence import Phase, Sequence, blocks_for
 from .state import StepInput
 

@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from ...configs.engine import BLOCK
+from ...kernels.attention import KVPool
 from .request import Emission, FinishReason, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .text import TextStream
 
@@ -45,7 +46,7 @@ class Sequence:
     prefilled: int = 0  # prompt tokens whose KV exists or is being written by a dispatched step
     cached: int = 0  # of these, tokens found in the pool
     in_flight: int = 0  # passes dispatched for it that may choose a token and were not read yet
-    saved: list[np.ndarray] = dataclasses.field(default_factory=list)  # contents of its blocks while paused
+    saved: list[KVPool] = dataclasses.field(default_factory=list)  # contents of its blocks while paused
     resume_as: Phase = Phase.PREFILL
     admitted: float = 0.0
     first_token: float = 0.0

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...kernels import numerics
 from ...kernels.sample import RowParams, seed_words
 from .request import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SamplingParams
 
@@ -43,23 +44,17 @@ class SlotState(NamedTuple):
     bias_values: Leaf  # float32 [B, MAX_LOGIT_BIAS]
     n_logprobs: Leaf  # int32 [B]: most likely tokens to report, -1: none
 
-    def row(self, b: jax.Array, position: jax.Array) -> RowParams:
-        """How slot `b` chooses the token at `position`."""
-        return RowParams(
-            temperature=self.temperature[b],
-            top_k=self.top_k[b],
-            top_p=self.top_p[b],
-            min_p=self.min_p[b],
-            repetition=self.repetition[b],
-            presence=self.presence[b],
-            frequency=self.frequency[b],
-            seed=self.seed[b],
-            position=position,
-            counts=self.counts[b],
-            bias_ids=self.bias_ids[b],
-            bias_values=self.bias_values[b],
-            n_logprobs=self.n_logprobs[b],
-        )
+    @property
+    def plain(self) -> jax.Array:
+        """Whether a slot takes the most likely token as the model has it, and nothing but the token; bool [B]."""
+        greedy = ~(self.temperature >= numerics.MIN_NORMAL)
+        unchanged = (self.repetition == 1) & (self.presence == 0) & (self.frequency == 0)
+        return greedy & unchanged & (self.bias_ids < 0).all(-1) & (self.n_logprobs < 0)
+
+    def rows(self, positions: jax.Array) -> RowParams:
+        """How the slots choose the tokens at `positions` `[B]`."""
+        named = {name: getattr(self, name) for name in RowParams._fields if name != "position"}
+        return RowParams(position=positions, **named)
 
 
 _FIELDS: dict[str, tuple[type, tuple[int, ...]]] = {

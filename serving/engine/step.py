@@ -7,26 +7,26 @@ token is needed, chooses, and updates the slots. It runs inside `shard_map`: all
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ...configs.trunk import TrunkConfig
-from ...kernels.attention import Queries
-from ...kernels.sample import Choice, choose
-from ...kernels.tiles import map_rows
+from ...kernels.attention import KVPool, Queries
+from ...kernels.sample import Choice, choose_rows
 from ...model.trunk import Execution, Trunk
 from .state import SlotState, StepInput, StepResult
 
-Params = Mapping[str, jax.Array]
-Output = tuple[jax.Array, SlotState, StepResult, jax.Array]
-"""Pool and slots, updated; what was chosen; the last pass's logits `[B, V]`."""
+Params = Mapping[str, Any]
+Output = tuple[KVPool, SlotState, StepResult, jax.Array]
+"""Pool and slots, updated; what was chosen; the last pass's logits `[B, V]`, or `[B, 0]` when they are not kept."""
 
 
 def run_pass(
-    config: TrunkConfig, run: Execution, params: Params, pool: jax.Array, state: SlotState, inputs: StepInput,
-    layers: jax.Array,
+    config: TrunkConfig, run: Execution, keep_logits: bool, params: Params, pool: KVPool, state: SlotState,
+    inputs: StepInput, layers: jax.Array,
 ) -> Output:  # fmt: skip
     """One trunk pass. `layers` int32 `[L + 1]`: how many layers run, then their indices, in order."""
     trunk = Trunk(config, params)
@@ -40,8 +40,7 @@ def run_pass(
 
     source = jnp.maximum(inputs.sample_at, 0)
     chosen_at = jnp.where(inputs.sample_at >= 0, positions[source] + 1, 0)  # 0: chooses nothing
-    logits = _head(trunk, x[source], n_rows, run)
-    choice = _choose_rows(state, logits, chosen_at)
+    choice, logits = _choose(trunk, run, keep_logits, x[source], n_rows, state, chosen_at)
     state = _advance(state, choice, chosen_at)
     result = StepResult(
         tokens=jnp.where(chosen_at > 0, choice.token, -1)[None],
@@ -52,34 +51,32 @@ def run_pass(
     return pool, state, result, logits
 
 
-def _head(trunk: Trunk, x: jax.Array, n_rows: jax.Array, run: Execution) -> jax.Array:
-    """Logits `[B, V]` of the first `n_rows` rows of `x` `[B, D]`; the others may be anything."""
-    slots = len(x)
+def _choose(
+    trunk: Trunk, run: Execution, keep_logits: bool, x: jax.Array, n_rows: jax.Array, state: SlotState,
+    chosen_at: jax.Array,
+) -> tuple[Choice, jax.Array]:  # fmt: skip
+    """What the slots choose, from their hidden states `x` `[B, D]`, of which the first `n_rows` count.
+
+    Logits are in memory only when somebody wants them: to keep, or for more than the most likely token.
+    """
+    slots = len(chosen_at)
     padding = -slots % run.head_tile if run.head_tile else 0
     x = jnp.pad(x, ((0, padding), (0, 0)))
-    return map_rows(lambda rows: trunk.logits(rows, run), run.head_tile, n_rows, x)[:slots]
+    choosing = chosen_at > 0
 
+    def from_logits() -> tuple[Choice, jax.Array]:
+        logits = trunk.logits(x, n_rows, run)[:slots]
+        return choose_rows(logits, state.rows(chosen_at), choosing, backend=run.kernels.sample), logits
 
-def _choose_rows(state: SlotState, logits: jax.Array, chosen_at: jax.Array) -> Choice:
-    """The choice of every slot that has a position to choose for; fields `[B, ...]`."""
-    slots = len(chosen_at)
+    if keep_logits:
+        return from_logits()
 
-    def one(b: jax.Array) -> Choice:
-        return choose(logits[b], state.row(b, chosen_at[b]))
+    def most_likely() -> Choice:
+        tokens = trunk.greedy(x, n_rows, run)[:slots]
+        return Choice.none(slots)._replace(token=jnp.where(choosing, tokens, 0))
 
-    # A loop on every target: `vmap` would turn the conditions inside `choose` into selections, and every row would
-    # pay for the threshold searches that few ask for.
-    empty = jax.tree.map(
-        lambda s: jnp.zeros((slots, *s.shape), s.dtype), jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
-    )
-
-    def row(b: jax.Array, choices: Choice) -> Choice:
-        def store() -> Choice:
-            return jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, b, 0), choices, one(b))
-
-        return lax.cond(chosen_at[b] > 0, store, lambda: choices)
-
-    return lax.fori_loop(0, slots, row, empty)
+    choice = lax.cond(jnp.any(choosing & ~state.plain), lambda: from_logits()[0], most_likely)
+    return choice, jnp.zeros((slots, 0), jnp.float32)
 
 
 def _advance(state: SlotState, choice: Choice, chosen_at: jax.Array) -> SlotState:
@@ -96,19 +93,19 @@ def _advance(state: SlotState, choice: Choice, chosen_at: jax.Array) -> SlotStat
 
 
 def run_passes(
-    config: TrunkConfig, run: Execution, passes: int, params: Params, pool: jax.Array, state: SlotState,
-    inputs: StepInput, layers: jax.Array,
+    config: TrunkConfig, run: Execution, keep_logits: bool, passes: int, params: Params, pool: KVPool,
+    state: SlotState, inputs: StepInput, layers: jax.Array,
 ) -> Output:  # fmt: skip
     """`passes` decode passes in one device loop. Slots that end in between sit out the rest."""
     slots = len(inputs.sample_at)
 
     def body(n: jax.Array, output: Output) -> Output:
         pool, state, results, _ = output
-        pool, state, result, logits = run_pass(config, run, params, pool, state, inputs, layers)
+        pool, state, result, logits = run_pass(config, run, keep_logits, params, pool, state, inputs, layers)
         results = jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, n, 0), results, result)
         return pool, state, results, logits
 
-    logits = jnp.zeros((slots, config.vocab_size), jnp.float32)
+    logits = jnp.zeros((slots, config.vocab_size if keep_logits else 0), jnp.float32)
     return lax.fori_loop(0, passes, body, (pool, state, StepResult.empty(passes, slots), logits))
 
 
@@ -123,15 +120,22 @@ def admit(state: SlotState, slot: jax.Array, row: SlotState) -> SlotState:
     return jax.tree.map(put, state, row)
 
 
-def save_blocks(pool: jax.Array, blocks: jax.Array) -> jax.Array:
-    """The contents `[C, L, 2, K, P, H]` of `blocks` `[C]`."""
-    return lax.map(lambda b: lax.dynamic_index_in_dim(pool, b, 0, keepdims=False), blocks)
+def save_blocks(pool: KVPool, blocks: jax.Array) -> KVPool:
+    """The contents (`[C, ...]` each) of `blocks` `[C]`."""
+
+    def take(part: jax.Array) -> jax.Array:
+        return lax.map(lambda b: lax.dynamic_index_in_dim(part, b, 0, keepdims=False), blocks)
+
+    return jax.tree.map(take, pool)
 
 
-def load_blocks(pool: jax.Array, blocks: jax.Array, contents: jax.Array) -> jax.Array:
-    """The pool with `contents` `[C, ...]` in `blocks` `[C]`; the null block takes padding."""
+def load_blocks(pool: KVPool, blocks: jax.Array, contents: KVPool) -> KVPool:
+    """The pool with `contents` (`[C, ...]` each) in `blocks` `[C]`; the null block takes padding."""
 
-    def put(i: jax.Array, pool: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(pool, lax.dynamic_slice_in_dim(contents, i, 1), blocks[i], 0)
+    def put(part: jax.Array, new: jax.Array) -> jax.Array:
+        def one(i: jax.Array, part: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(part, lax.dynamic_slice_in_dim(new, i, 1), blocks[i], 0)
 
-    return lax.fori_loop(0, len(blocks), put, pool)
+        return lax.fori_loop(0, len(blocks), one, part)
+
+    return jax.tree.map(put, pool, contents)

@@ -19,6 +19,7 @@ from umbra.model.params import abstract_params, param_specs
 from umbra.model.weights import identity
 from umbra.model.weights.huggingface import open_folder
 from umbra.model.weights.orbax import config_from_json, open_orbax, save
+from umbra.model.weights.plan import floats
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FLOAT32 = np.dtype(np.float32)
@@ -44,7 +45,7 @@ def test_orbax_restores_the_same_parameters(orbax_folder: Path) -> None:
     model, source = load_model(str(orbax_folder)), open_folder(GOLDEN / "hf_gemma3")
     assert model.config == source.config
     assert model.weights_id == "0123"
-    for path, value in source.load(FLOAT32, None, None).items():
+    for path, value in source.load(floats(source.config, FLOAT32), None, None).items():
         assert model.params[path].dtype == np.float32
         np.testing.assert_array_equal(model.params[path], value, err_msg=path)
 
@@ -53,7 +54,7 @@ def test_orbax_restores_with_the_target_sharding_and_type(orbax_folder: Path) ->
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     source = open_orbax(orbax_folder)
     dtype = np.dtype(ml_dtypes.bfloat16)
-    params = source.load(dtype, mesh, None)
+    params = source.load(floats(source.config, dtype), mesh, None)
     for path, want in abstract_params(source.config, dtype, mesh).items():
         assert (params[path].shape, params[path].dtype, params[path].sharding) == (want.shape, dtype, want.sharding)
 
@@ -135,6 +136,7 @@ import jax, numpy as np
 from pathlib import Path
 from umbra.model.load import open_source
 from umbra.model.weights import assemble, gguf, orbax
+from umbra.model.weights.plan import floats
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -142,7 +144,7 @@ def peak():
 jax.block_until_ready(jax.device_put(np.ones(1 << 20, np.float32)))
 source = open_source(sys.argv[1])
 before = peak()
-params = source.load(np.dtype(sys.argv[2]), None, None)
+params = source.load(floats(source.config, np.dtype(sys.argv[2])), None, None)
 print(peak() - before, sum(p.nbytes for p in params.values()), max(p.nbytes for p in params.values()))
 """
 

@@ -18,6 +18,7 @@ from umbra.model.load import ModelError, load_model
 from umbra.model.weights import huggingface, safetensors
 from umbra.model.weights.hf_config import to_hf, trunk_config
 from umbra.model.weights.huggingface import open_folder
+from umbra.model.weights.plan import floats
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = ("gemma3", "llama", "llama3", "mistral", "qwen2", "qwen3")
@@ -42,7 +43,7 @@ def edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_are_the_stored_tensors(name: str) -> None:
     source = open_folder(GOLDEN / f"hf_{name}")
-    params = source.load(FLOAT32, None, None)
+    params = source.load(floats(source.config, FLOAT32), None, None)
     stored: dict[str, np.ndarray] = {}
     for file in (GOLDEN / f"hf_{name}").glob("*.safetensors"):
         stored |= load_file(file)

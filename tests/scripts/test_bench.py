@@ -387,7 +387,10 @@ def test_a_server_that_is_not_there_is_an_error_of_every_request():
     [
         ([], "the following arguments are required"),
         (["levels"], "'levels'.*decode.*prefill.*batch.*serve"),
-        (["decode", "--against", "vllm"], "decode cannot compare with 'vllm'; supported: llama.cpp, transformers"),
+        (
+            ["decode", "--against", "vllm"],
+            "cannot compare with 'vllm'; supported: llama.cpp, .*transformers, xla",
+        ),
         (["serve", "--against", "transformers"], "serve cannot compare with 'transformers'; supported: llama.cpp"),
         (["decode", "--max-tokens", "10"], "at least 64, got 10"),
         (["decode", "--draft", "lookup"], "--draft: 'lookup' is not supported; supported: off"),

@@ -289,7 +289,6 @@ def test_nothing_compiles_after_ready(tiny_engine: Engine) -> None:
                 seed=i,
                 max_tokens=rng.randint(1, 8),
                 logprobs=rng.choice([None, 0, 20]),
-                digest=rng.random() < 0.2,
                 stop=rng.choice([(), ("w3",)]),
             )  # fmt: skip
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from umbra.configs.engine import EngineConfig
+from umbra.kernels.backend import choose
 from umbra.serving.engine import Completion, Engine, SamplingParams
 
 SHARED = [(i * 37 + 11) % 512 for i in range(300)]
@@ -60,11 +61,16 @@ WORK = requests(20, seed=1) + [
 ]
 
 
-@pytest.fixture(scope="module", params=["tiny", "tiny-gemma"])
+KINDS = [(name, kernels, quant) for name in ("tiny", "tiny-gemma") for kernels, quant in (("xla", "none"), ("cpu", "none"))]
+KINDS += [("tiny", "cpu", "int4"), ("tiny-gemma", "cpu", "int8"), ("tiny", "xla", "int8")]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def expected(request: pytest.FixtureRequest, random_model: Callable) -> tuple[object, list[Completion]]:
     """Every request alone, on an engine that shares nothing between them."""
-    model = random_model(request.param)
-    config = EngineConfig(slots=1, context_length=512, blocks=6, prefill_chunk=32)
+    name, kernels, quant = request.param
+    model = random_model(name, kernels=kernels, quant=quant)
+    config = EngineConfig(slots=1, context_length=512, blocks=6, prefill_chunk=32, logits=True)
     with Engine(model, config) as engine:
         engine.start()
         results = []
@@ -78,7 +84,8 @@ def expected(request: pytest.FixtureRequest, random_model: Callable) -> tuple[ob
 @pytest.fixture(scope="module")
 def busy(expected: tuple) -> Iterator[Engine]:
     """Eight slots, plenty of blocks."""
-    with Engine(expected[0], EngineConfig(slots=8, context_length=512, blocks=60, prefill_chunk=100)) as engine:
+    config = EngineConfig(slots=8, context_length=512, blocks=60, prefill_chunk=100, logits=True)
+    with Engine(expected[0], config) as engine:
         engine.start()
         yield engine
 
@@ -121,7 +128,8 @@ def test_with_preemption_and_bursts(expected: tuple) -> None:
         engine.start()
         assert_same(answers(engine, WORK, digest=False), expected[1])
         assert engine.stats().preemptions > 0, "nothing was paused"
-        assert_same(answers(engine, WORK, digest=True), expected[1])
+        with pytest.raises(ValueError, match="logits=True"):
+            answers(engine, WORK[:1], digest=True)
         engine.check()
         assert engine.stats().used_blocks == 0
 
@@ -146,7 +154,7 @@ def test_the_default_model_alone_and_in_a_batch() -> None:
     from umbra.configs.prompt_sets import DEFAULT, load_prompts
     from umbra.model.load import load_model
 
-    model = load_model("smollm2")
+    model = load_model("smollm2", kernels=choose("cpu").kernels)
     assert model.chat_template is not None
     prompts = [
         model.chat_template.encode(model.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
@@ -156,7 +164,7 @@ def test_the_default_model_alone_and_in_a_batch() -> None:
         (prompt, SamplingParams(temperature=0.8 * (i % 2), top_p=0.95, seed=i, max_tokens=16 + i))
         for i, prompt in enumerate(prompts)
     ]
-    with Engine(model, EngineConfig(slots=8, context_length=2048, kv_memory=0.5)) as engine:
+    with Engine(model, EngineConfig(slots=8, context_length=2048, kv_memory=0.5, logits=True)) as engine:
         engine.start()
         expected = alone(engine, work)
         engine.shards[0].pool.clear()

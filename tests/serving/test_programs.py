@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from umbra.configs.engine import EngineConfig
 from umbra.configs.models import named
+from umbra.kernels.attention import KVFormat
 from umbra.model import rope
 from umbra.serving.engine import compile_cache, make_mesh
 from umbra.serving.engine.programs import programs
@@ -23,15 +24,20 @@ CONFIG = EngineConfig(slots=2, context_length=256, blocks=9, prefill_chunk=32)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-gemma"])
-def test_the_same_programs_are_traced_at_every_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_programs_are_traced_at_every_start(
+    name: str, random_model: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JAX looks a program up by its text: it must not depend on which thread traced what first."""
+    model = random_model(name)
     quick = rope.frequencies
     monkeypatch.setattr(rope, "frequencies", lambda *args: time.sleep(0.05) or quick(*args))  # so that threads meet
     mesh = make_mesh(jax.devices()[:1], named(name))
     texts = set()
     for _ in range(4):
         rope._tables.cache_clear()
-        listed = programs(named(name), CONFIG, mesh, dtype=jnp.float32)
+        listed = programs(
+            named(name), CONFIG, mesh, params=model.params, kernels=model.kernels, kv=KVFormat("float32")
+        )
         with ThreadPoolExecutor(4) as pool:
             texts.add(tuple(pool.map(lambda program: program.jit().lower(*program.args).as_text(), listed)))
     assert len(texts) == 1

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-PEERS = {"llama.cpp": ("llama.cpp",), "transformers": ("transformers-float32", "transformers-bfloat16")}
-"""Name in `--against` -> the systems measured for it. With several, the faster one stands for the peer."""
+PEERS = {
+    "llama.cpp": ("llama.cpp",),
+    "llama.cpp-q4_0": ("llama.cpp-q4_0",),
+    "transformers": ("transformers-float32", "transformers-bfloat16"),
+    "xla": ("umbra-xla",),
+}
+"""Name in `--against` -> the systems measured for it. With several, the faster one stands for the peer. `xla` is our
+own engine without its kernels."""
 
 ADAPTERS = {
     "umbra": "umbra.scripts.bench.systems.ours:Ours",
+    "umbra-xla": "umbra.scripts.bench.systems.ours:PlainJax",
     "llama.cpp": "umbra.scripts.bench.systems.llama_cpp:LlamaCpp",
+    "llama.cpp-q4_0": "umbra.scripts.bench.systems.llama_cpp:Requantised",
+    "exact/umbra": "umbra.scripts.bench.systems.exact:Exact",
+    "kernels/umbra": "umbra.scripts.bench.systems.ops:Ops",
+    "kernels/umbra-xla": "umbra.scripts.bench.systems.ops:PlainJaxOps",
     "transformers-float32": "umbra.scripts.bench.systems.transformers:Float32",
     "transformers-bfloat16": "umbra.scripts.bench.systems.transformers:BFloat16",
 }
-"""System -> module and class of its adapter."""
+"""System -> module and class of its adapter. Names with a slash are what one benchmark alone runs."""
 
-MODULES = {"llama.cpp": ("llama_cpp",), "transformers": ("transformers", "torch", "accelerate")}
+MODULES = {
+    "llama.cpp": ("llama_cpp",),
+    "llama.cpp-q4_0": ("llama_cpp",),
+    "transformers": ("transformers", "torch", "accelerate"),
+    "xla": (),
+}
 """Name in `--against` -> what must be installed for it."""
+
+
+def adapter(system: str) -> str:
+    """Where the adapter of a system is. Any name that begins with `umbra-` and is not listed is our engine in other
+    settings."""
+    return ADAPTERS.get(system) or ADAPTERS["umbra" if is_ours(system) else system]
+
+
+def is_ours(system: str) -> bool:
+    """Whether a system runs our engine, which loads any model and not only GGUF files."""
+    return system.startswith("umbra")

@@ -18,6 +18,10 @@ class Setup:
     mesh: tuple[int, int] | None
     sequences: int  # most sequences of one `generate` call
     context: int  # most tokens of one sequence, prompt and continuation
+    kernels: str = "auto"  # ours only: what `--kernels` says
+    kv: str = "auto"  # ours only: what `--kv` says
+    embedding: str = "file"  # ours only: precision of the embedding's rows
+    logits: bool = False  # ours only: keep raw logits, for `score`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Stream:
     last: float  # when the last token came
     passes: int | None = None  # trunk passes that emitted tokens; None: one per token
     cached_tokens: int = 0  # prompt tokens whose KV was already there
+    gaps: list[float] = dataclasses.field(default_factory=list)  # seconds from one emission to the next
 
     @property
     def tok_s(self) -> float | None:
@@ -51,6 +56,30 @@ class Run:
         return cls([Stream(**stream) for stream in value["streams"]], value["seconds"])
 
 
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What a system says of a given text, token by token: its own most likely token there, and the logarithm of the
+    probability that it gives to the text's."""
+
+    top: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, logits: Any, follow: Sequence[int]) -> None:
+        """Take in rows of `logits` `[R, V]` and the tokens of the text that follow them."""
+        import numpy as np
+
+        rows = logits.astype(np.float64)
+        top = rows.max(axis=1)
+        total = top + np.log(np.exp(rows - top[:, None]).sum(axis=1))
+        self.top.extend(rows.argmax(axis=1).tolist())
+        self.logprobs.extend((rows[np.arange(len(follow)), follow] - total).tolist())
+
+
+def between(times: Sequence[float]) -> list[float]:
+    """The time from each to the next."""
+    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+
+
 class System(abc.ABC):
     """One engine under test. Methods are called one at a time, in the worker's main thread."""
 
@@ -65,3 +94,7 @@ class System(abc.ABC):
         Nothing computed for an earlier call may be used, except what the system cannot be told to forget: that is
         reported as `cached_tokens`.
         """
+
+    def score(self, sequences: Sequence[Sequence[int]], begins: Sequence[int]) -> list[Scores]:
+        """Scores of every sequence's tokens from index `begins` (at least 1) on, each given those before it."""
+        raise NotImplementedError(f"{type(self).__name__} cannot score a given text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Sequence
@@ -9,27 +10,39 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ...model_options import open_engine, prepare
-from .base import Run, Setup, Stream, System
+from .base import Run, Scores, Setup, Stream, System, between
 
 if TYPE_CHECKING:
     from ....model.load import Model
     from ....serving.engine import Emission
+    from .steps import Steps
 
 PACKAGES = ("umbra", "jax", "jaxlib", "numpy")
 
 
 class Ours(System):
     model: Model
+    kernels: str | None = None
+    """What is used whatever `--kernels` says; None: what it says."""
 
     def load(self, setup: Setup) -> dict[str, Any]:
-        prepare(setup.threads, setup.mesh)
+        kernels = self.kernels or setup.kernels
+        prepare(setup.threads, setup.mesh, kernels)
         began = time.perf_counter()
-        self.model, self.engine = open_engine(setup.model, setup.quant, setup.mesh, slots=setup.sequences)
+        self.model, self.engine = open_engine(
+            setup.model, setup.quant, setup.mesh, kernels=kernels, embedding=setup.embedding, slots=setup.sequences,
+            kv=setup.kv, logits=setup.logits,
+        )  # fmt: skip
         return {
             "versions": {name: version(name) for name in PACKAGES},
             "settings": {
                 "weights": self.model.quant,
                 "weights_id": self.model.weights_id,
+                "weight_bytes": _bytes(self.model.params),
+                "embedding_bytes": _bytes(self.model.params["embed"]),
+                "kernels": self.engine.device.kernels._asdict(),
+                "instructions": instructions(self.engine.device.kernels),
+                "kv": self.engine.device.kv.name,
                 "threads": setup.threads,
                 "numerics": self.engine.numerics_class,
                 "slots": setup.sequences,
@@ -38,16 +51,22 @@ class Ours(System):
             },
         }
 
-    def describe(self, model: str, quant: str, threads: int) -> dict[str, Any]:
+    def describe(self, setup: Setup) -> dict[str, Any]:
         """Load a model, but start no engine: what a client of its servers needs to know."""
-        prepare(threads, None)
+        prepare(setup.threads, None, setup.kernels)
+        import jax
+
         from ....configs.engine import EngineConfig
+        from ....kernels.backend import choose
         from ....model.load import load_model
 
-        self.model = load_model(model, quant=quant)
+        chosen = choose(jax.default_backend(), setup.kernels)
+        self.model = load_model(setup.model, quant=setup.quant, kernels=chosen.kernels, embedding=setup.embedding)
         return {
             "versions": {name: version(name) for name in PACKAGES},
             "weights": self.model.quant,
+            "kernels": chosen.kernels._asdict(),
+            "instructions": instructions(chosen.kernels),
             "gguf": self.gguf_file(),
             "eos_ids": list(self.model.eos_ids),
             "has_tokenizer": self.model.tokenizer is not None,
@@ -71,11 +90,27 @@ class Ours(System):
         return [encode([{"role": "user", "content": text}]) for text in texts]
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
+        began = time.perf_counter()
+        emissions = self._answer(prompts, max_tokens, began, ignore_eos=True)
+        seconds = time.perf_counter() - began
+        streams = [_stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
+        return Run(streams, seconds)
+
+    def answers(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        """Greedy answers, which end where the model ends them; its end token is not part of them."""
+        began = time.perf_counter()
+        emissions = self._answer(prompts, max_tokens, began, ignore_eos=False)
+        streams = [_stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
+        return [[token for token in stream.token_ids if token not in self.model.eos_ids] for stream in streams]
+
+    def _answer(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, began: float, *, ignore_eos: bool
+    ) -> list[list[tuple[float, Emission]]]:
+        """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were."""
         from ....serving.engine import SamplingParams
 
         inbox: queue.SimpleQueue[tuple[float, Sequence[tuple[str, Emission]]]] = queue.SimpleQueue()
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        began = time.perf_counter()
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
         emissions: dict[str, list[tuple[float, Emission]]] = {}
         for prompt in prompts:
             request = self.engine.submit(prompt, params, sink=lambda pairs: inbox.put((time.perf_counter(), pairs)))
@@ -86,9 +121,65 @@ class Ours(System):
             for request, emission in pairs:
                 emissions[request].append((when - began, emission))
                 running -= emission.finish_reason is not None
-        seconds = time.perf_counter() - began
-        streams = [_stream(len(prompt), made) for prompt, made in zip(prompts, emissions.values(), strict=True)]
-        return Run(streams, seconds)
+        return list(emissions.values())
+
+    # ---- passes of the compiled programs, without requests
+
+    def _steps(self) -> Steps:
+        from .steps import Steps
+
+        return Steps(self.engine)
+
+    def passes(self, ids: Sequence[int], widths: Sequence[int], repeats: int) -> dict[str, list[float]]:
+        """Seconds of passes of each width at a short context, and of `decode`, a pass of one token in the program for
+        plain decoding; taken in turns."""
+        steps = self._steps()
+        start = len(ids) - max(widths)
+        steps.fill(ids[:start])
+        made: dict[str, list[float]] = {"decode": [], **{str(width): [] for width in widths}}
+        for _ in range(repeats + 1):
+            made["decode"].append(steps.seconds(ids[start : start + 1], start, "decode"))
+            for width in widths:
+                made[str(width)].append(steps.seconds(ids[start : start + width], start))
+        return {name: seconds[1:] for name, seconds in made.items()}  # without the first turn
+
+    def fill(self, ids: Sequence[int]) -> int:
+        """Compute the KV of a long context; gives the bytes of it that a pass reads."""
+        steps = self._steps()
+        steps.fill(ids)
+        return steps.kv_bytes(len(ids))
+
+    def decode_at(self, ids: Sequence[int], positions: Sequence[int], repeats: int) -> list[list[float]]:
+        """Seconds of passes of one token at each position, taken in turns. What is before them must be filled."""
+        steps = self._steps()
+        turns = [
+            [steps.seconds([ids[position]], position, "decode") for position in positions] for _ in range(repeats + 1)
+        ]
+        return [list(seconds) for seconds in zip(*turns[1:], strict=True)]
+
+    def score(self, sequences: Sequence[Sequence[int]], begins: Sequence[int]) -> list[Scores]:
+        steps, scores = self._steps(), []
+        for ids, begin in zip(sequences, begins, strict=True):
+            one = Scores()
+            if begin > 1:
+                steps.fill(ids[: begin - 1])
+            for first in range(begin - 1, len(ids) - 1, steps.widest):
+                part = ids[first : min(first + steps.widest, len(ids) - 1)]
+                one.add(steps.logits(part, first), ids[first + 1 : first + 1 + len(part)])
+            scores.append(one)
+        return scores
+
+
+class PlainJax(Ours):
+    """The same without kernels of our own."""
+
+    kernels = "xla"
+
+
+def _bytes(tree: Any) -> int:
+    import jax
+
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _stream(prompt_tokens: int, emissions: Sequence[tuple[float, Emission]]) -> Stream:
@@ -104,4 +195,16 @@ def _stream(prompt_tokens: int, emissions: Sequence[tuple[float, Emission]]) -> 
         last=made[-1][0],
         passes=end.timings.passes if end.timings else None,
         cached_tokens=end.usage.cached_tokens if end.usage else 0,
+        gaps=between([when for when, _ in made]),
     )
+
+
+def instructions(kernels: Any) -> str:
+    """The instruction set path that computes: our native kernels', or what XLA finds."""
+    if "cpu" in kernels:
+        from ....kernels import native
+
+        return native.isa()
+    from ....serving.engine.identity import instruction_set
+
+    return instruction_set()

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .base import Run, Setup, Stream, System
+from .base import Run, Setup, Stream, System, between
 
 
 class _Transformers(System):
@@ -50,7 +50,7 @@ class _Transformers(System):
             )  # fmt: skip
         seconds = time.perf_counter() - clock.began
         streams = [
-            Stream(len(prompt), row[width:].tolist(), clock.times[0], 1, clock.times[-1])
+            Stream(len(prompt), row[width:].tolist(), clock.times[0], 1, clock.times[-1], gaps=between(clock.times))
             for prompt, row in zip(prompts, made, strict=True)
         ]
         return Run(streams, seconds)

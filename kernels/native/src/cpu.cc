@@ -1,0 +1,57 @@
+#include "cpu.h"
+
+#include <atomic>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace umbra {
+namespace {
+
+Isa best() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return Isa::portable;
+  constexpr unsigned kFma = 1u << 12, kOsSave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+  constexpr unsigned kNeeded = kFma | kOsSave | kAvx | kF16c;
+  if ((c & kNeeded) != kNeeded) return Isa::portable;
+  unsigned saved, high;
+  asm volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if ((saved & 0x6) != 0x6) return Isa::portable;  // the system keeps the 256-bit registers
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & 1u << 5)) return Isa::portable;
+  constexpr unsigned kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31, kVnni = 1u << 11;
+  constexpr unsigned kAvx512 = kF | kDq | kBw | kVl;
+  if ((b & kAvx512) == kAvx512 && (c & kVnni) && (saved & 0xE6) == 0xE6) return Isa::avx512;
+  return Isa::avx2;
+#else
+  return Isa::portable;
+#endif
+}
+
+const Isa best_isa = best();
+
+}  // namespace
+
+std::atomic<Isa> chosen{best_isa};
+
+Isa isa() { return chosen.load(std::memory_order_relaxed); }
+
+bool supports(Isa isa) { return isa >= Isa::portable && isa <= best_isa; }
+
+}  // namespace umbra
+
+extern "C" {
+__attribute__((visibility("default"))) int umbra_isa() { return static_cast<int>(umbra::isa()); }
+
+__attribute__((visibility("default"))) int umbra_supports_isa(int isa) {
+  return umbra::supports(static_cast<umbra::Isa>(isa));
+}
+
+// Whether the kernels use this instruction set from now on: not if the processor lacks it.
+__attribute__((visibility("default"))) int umbra_set_isa(int isa) {
+  if (!umbra::supports(static_cast<umbra::Isa>(isa))) return 0;
+  umbra::chosen.store(static_cast<umbra::Isa>(isa), std::memory_order_relaxed);
+  return 1;
+}
+}

@@ -1,0 +1,63 @@
+// Products in plain C++: the same sums as on every other instruction set, written without regard to speed.
+#include <cstring>
+
+#include "linear.h"
+#include "linear_kernel.h"
+
+namespace umbra::portable {
+namespace {
+
+constexpr bool four_bits(Form form) { return form == Form::w4 || form == Form::w4k; }
+constexpr bool has_minimum(Form form) { return four_bits(form) || form == Form::w8m; }
+
+// A group's weights as 16-bit integers, 32 inputs of 16 channels.
+void unpack(Form form, const uint8_t* w, int16_t (&weights)[kGroup][kChannels]) {
+  for (int k = 0; k < kGroup; ++k) {
+    const int chunk = k / 4;
+    for (int c = 0; c < kChannels; ++c) {
+      const uint8_t byte = w[64 * (four_bits(form) ? chunk % 4 : chunk) + 4 * c + k % 4];
+      weights[k][c] = static_cast<int16_t>(!four_bits(form) ? static_cast<int8_t>(byte) : chunk < 4 ? byte & 15 : byte >> 4);
+    }
+  }
+}
+
+void quantised_product(const Product& p) {
+  const Matrix& m = *p.matrix;
+  const int64_t groups = m.groups();
+  const int parts = m.form == Form::w6k ? 2 : 1;  // each with a scale of its own
+  for (int s = 0; s < p.n_blocks; ++s) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint8_t* const w = m.data + (p.block[s] * groups + g) * group_bytes(m.form);
+      const uint8_t* const super = m.supers + (p.block[s] * (groups / kSuper) + g / kSuper) * super_bytes(m.form);
+      int16_t weights[kGroup][kChannels];
+      unpack(m.form, w, weights);
+      float scale[2][kChannels], minimum[kChannels];
+      for (int part = 0; part < parts; ++part) group_scales(m.form, w, super, part, scale[part], minimum);
+      for (int64_t row = 0; row < p.n; ++row) {
+        const int64_t at = g * p.rows->count + p.first + row;
+        float* const out = p.out + (s * p.n + row) * kChannels;
+        F y = load(out);
+        for (int part = 0; part < parts; ++part) {
+          int32_t sum[kChannels] = {};
+          for (int k = kGroup / parts * part; k < kGroup / parts * (part + 1); ++k)
+            for (int c = 0; c < kChannels; ++c) sum[c] += weights[k][c] * p.rows->q[at * kGroup + k];
+          y = fma(to_float(load(sum)) * set(p.rows->scale[at]), load(scale[part]), y);
+        }
+        if (has_minimum(m.form)) y = fma(load(minimum), set(p.rows->total[at]), y);
+        store(out, y);
+      }
+    }
+  }
+}
+
+void product(const Product& p) {
+  std::memset(p.out, 0, sizeof(float) * p.n_blocks * p.n * kChannels);
+  if (is_quantised(p.matrix->form)) quantised_product(p);
+  else float_product(p);
+}
+
+}  // namespace
+
+extern const LinearKernels linear_kernels = {false, product, prepare, finish, summarise, combine, channel};
+
+}  // namespace umbra::portable

@@ -1,0 +1,252 @@
+#include "linear_run.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "cpu.h"
+#include "threads.h"
+
+namespace umbra {
+
+const LinearKernels& linear_kernels() {
+#if defined(__x86_64__)
+  switch (isa()) {
+    case Isa::avx512: return avx512::linear_kernels;
+    case Isa::avx2: return avx2::linear_kernels;
+    default: break;
+  }
+#endif
+  return portable::linear_kernels;
+}
+
+namespace {
+
+// Memory of one thread that grows to the largest call it has seen.
+class Scratch {
+ public:
+  uint8_t* get(int64_t bytes) {
+    if (bytes > size_) {
+      size_ = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+      memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_)));
+      if (!memory_) std::abort();  // as `new` would in a function that must not throw
+    }
+    return memory_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const { std::free(p); }
+  };
+  std::unique_ptr<uint8_t, Free> memory_;
+  int64_t size_ = 0;
+};
+
+thread_local Scratch call_scratch;  // what one call's threads share
+thread_local Scratch row_scratch;   // a row in the making
+
+// Hands out pieces of one block of memory; the first round, without memory, measures it.
+class Pieces {
+ public:
+  explicit Pieces(uint8_t* memory) : memory_(reinterpret_cast<uintptr_t>(memory)) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* const piece = reinterpret_cast<T*>(memory_ + size_);
+    size_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return piece;
+  }
+  int64_t size() const { return size_; }
+
+ private:
+  uintptr_t memory_;
+  int64_t size_ = 0;
+};
+
+Rows lay_out(Pieces& pieces, const LinearKernels& kernels, const Preparation& p, int64_t n_rows) {
+  Rows rows{};
+  rows.count = n_rows;
+  rows.width = (p.in + 15) / 16 * 16;
+  if (p.integers) {
+    const int64_t groups = p.in / kGroup * n_rows;
+    rows.q = pieces.take<int8_t>(groups * kGroup);
+    rows.scale = pieces.take<float>(groups);
+    rows.total = pieces.take<float>(groups);
+    if (kernels.wants_sums) rows.sums = pieces.take<int32_t>(groups * 2);
+  }
+  if (p.floats) rows.values = pieces.take<float>(n_rows * rows.width);
+  return rows;
+}
+
+// Costs in nanoseconds of one core, roughly: they only decide how work is cut.
+constexpr double kClaim = 1500, kLongest = 15000;
+
+// Chunks for `total` of work, none cheaper than kClaim or dearer than kLongest, about six for each thread.
+double chunk_cost(double total) { return std::clamp(total / (6 * thread_count()), kClaim, kLongest); }
+
+void prepare_rows(const LinearKernels& kernels, const Preparation& p, const Rows& rows) {
+  const double cost = 0.2 * static_cast<double>(p.in) * (p.activation ? 5 : p.norm ? 2 : 1);
+  const auto some = [&](int64_t first, int64_t end) {
+    auto* const scratch = reinterpret_cast<float*>(row_scratch.get((p.in + 31) / 32 * 32 * sizeof(float)));
+    for (int64_t row = first; row < end; ++row) kernels.prepare(p, row, scratch, rows);
+  };
+  const int64_t each = std::max<int64_t>(1, static_cast<int64_t>(kClaim / cost));
+  if (rows.count <= each) return some(0, rows.count);
+  parallel_for((rows.count + each - 1) / each,
+               [&](int64_t chunk) { some(chunk * each, std::min(rows.count, (chunk + 1) * each)); });
+}
+
+double block_cost(const Matrix& m, int64_t rows) {
+  const auto n = static_cast<double>(rows), in = static_cast<double>(m.in);
+  if (!is_quantised(m.form)) return in * std::max((m.form == Form::bfloat16 ? 32 : 64) / 13.0, 0.4 * n);
+  const double bytes = static_cast<double>(group_bytes(m.form));
+  return in / kGroup * std::max(bytes / 13, n * (bytes < 512 ? 5 : 8));
+}
+
+// Few rows are done four blocks at a time, far apart in memory; many rows are bound by arithmetic.
+int streams_for(int64_t rows) { return rows <= 16 ? kStreams : 1; }
+
+// Calls `done(block, out)` with `out` [n, 16] for each of `count` blocks from `first` on; n rows from `row` on.
+template <class Done>
+void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& rows, int64_t row, int64_t n,
+              int64_t first, int64_t count, const Done& done) {
+  alignas(64) float out[kMaxRows * kChannels];
+  static_assert(kStreams * 16 <= kMaxRows);
+  const int streams = streams_for(n);
+  const int64_t each = (count + streams - 1) / streams;
+  for (int64_t i = 0; i < each; ++i) {
+    Product p{&matrix, &rows, row, n, {}, 0, out};
+    for (int64_t block = i; block < count; block += each) p.block[p.n_blocks++] = first + block;
+    kernels.product(p);
+    for (int s = 0; s < p.n_blocks; ++s) done(p.block[s], out + s * n * kChannels);
+  }
+}
+
+struct Chunk {
+  const Target* target;
+  int64_t first, count;  // blocks
+};
+
+void write_block(const LinearCall& call, const Target& target, int64_t block, int64_t row, int64_t n, const float* out) {
+  const int64_t width = target.matrix.out, first = block * kChannels;
+  const int64_t channels = std::min<int64_t>(kChannels, width - first);
+  const bool add = call.residual && !call.post_norm;  // else it is added after the norm
+  for (int64_t r = 0; r < n; ++r) {
+    float* const y = target.y + (row + r) * width + first;
+    const float* const residual = call.residual + (add ? (row + r) * width + first : 0);
+    for (int64_t c = 0; c < channels; ++c) {
+      float value = out[r * kChannels + c];
+      if (target.bias) value += target.bias[first + c];
+      y[c] = add ? residual[c] + value : value;
+    }
+  }
+}
+
+void finish_rows(const LinearKernels& kernels, const LinearCall& call) {
+  const Target& target = call.targets[0];
+  const int64_t width = target.matrix.out;
+  const int64_t each = std::max<int64_t>(1, static_cast<int64_t>(kClaim / (0.2 * static_cast<double>(width))));
+  const auto some = [&](int64_t first, int64_t end) {
+    for (int64_t row = first; row < end; ++row)
+      kernels.finish(target.y + row * width, width, call.post_norm, call.post_epsilon,
+                     call.residual ? call.residual + row * width : nullptr);
+  };
+  if (call.n_rows <= each) return some(0, call.n_rows);
+  parallel_for((call.n_rows + each - 1) / each,
+               [&](int64_t chunk) { some(chunk * each, std::min(call.n_rows, (chunk + 1) * each)); });
+}
+
+}  // namespace
+
+void run_linear(const LinearCall& call) {
+  if (call.n_rows <= 0) return;
+  const FloatMode mode;
+  const LinearKernels& kernels = linear_kernels();
+  Pieces sizes(nullptr);
+  lay_out(sizes, kernels, call.preparation, call.n_rows);
+  Pieces pieces(call_scratch.get(sizes.size()));
+  const Rows rows = lay_out(pieces, kernels, call.preparation, call.n_rows);
+  prepare_rows(kernels, call.preparation, rows);
+
+  double total = 0;
+  for (int i = 0; i < call.n_targets; ++i) {
+    const Matrix& m = call.targets[i].matrix;
+    total += block_cost(m, call.n_rows) * static_cast<double>(m.blocks());
+  }
+  const double cost = chunk_cost(total);
+  const int streams = streams_for(call.n_rows);
+  int64_t size[kMaxMatrices], end[kMaxMatrices], chunks = 0;  // blocks of a chunk, chunks up to and with a target
+  for (int i = 0; i < call.n_targets; ++i) {
+    const Matrix& m = call.targets[i].matrix;
+    const auto wanted = static_cast<int64_t>(cost / block_cost(m, call.n_rows));
+    size[i] = std::max<int64_t>(1, (wanted + streams - 1) / streams) * streams;
+    end[i] = chunks += (m.blocks() + size[i] - 1) / size[i];
+  }
+  parallel_for(chunks, [&](int64_t chunk) {
+    int i = 0;
+    while (chunk >= end[i]) ++i;
+    const Target& target = call.targets[i];
+    const int64_t first = (chunk - (i ? end[i - 1] : 0)) * size[i];
+    const int64_t count = std::min(size[i], target.matrix.blocks() - first);
+    for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
+      const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
+      products(kernels, target.matrix, rows, row, n, first, count,
+               [&](int64_t block, const float* out) { write_block(call, target, block, row, n, out); });
+    }
+  });
+  if (call.post_norm) finish_rows(kernels, call);
+}
+
+void run_head(const HeadCall& call) {
+  if (call.n_rows <= 0) return;
+  const FloatMode mode;
+  const LinearKernels& kernels = linear_kernels();
+  const int64_t segments = (call.matrix.out + kSegment - 1) / kSegment;
+  Pieces sizes(nullptr);
+  lay_out(sizes, kernels, call.preparation, call.n_rows);
+  sizes.take<Summary>(call.n_rows * segments);
+  Pieces pieces(call_scratch.get(sizes.size()));
+  const Rows rows = lay_out(pieces, kernels, call.preparation, call.n_rows);
+  auto* const parts = pieces.take<Summary>(call.n_rows * segments);  // [R, segments]
+  prepare_rows(kernels, call.preparation, rows);
+
+  constexpr int64_t kRowsAtOnce = 16, kBlocks = kSegment / kChannels;
+  parallel_for(segments, [&](int64_t segment) {
+    alignas(64) float logits[kRowsAtOnce * kSegment];
+    const int64_t first = segment * kBlocks, count = std::min(kBlocks, call.matrix.blocks() - first);
+    for (int64_t row = 0; row < call.n_rows; row += kRowsAtOnce) {
+      const int64_t n = std::min(kRowsAtOnce, call.n_rows - row);
+      products(kernels, call.matrix, rows, row, n, first, count, [&](int64_t block, const float* out) {
+        const int64_t valid = std::min<int64_t>(kChannels, call.matrix.out - block * kChannels);
+        for (int64_t r = 0; r < n; ++r) {
+          float* const at = logits + r * kSegment + (block - first) * kChannels;
+          for (int64_t c = 0; c < kChannels; ++c) at[c] = c < valid ? out[r * kChannels + c] : -__builtin_inff();
+        }
+      });
+      for (int64_t r = 0; r < n; ++r)
+        parts[(row + r) * segments + segment] =
+            kernels.summarise(logits + r * kSegment, count * kChannels, static_cast<int32_t>(first * kChannels));
+    }
+  });
+  for (int64_t r = 0; r < call.n_rows; ++r)
+    kernels.combine(parts + r * segments, segments, call.token + r, call.highest + r, call.log_sum + r);
+}
+
+void run_embed(const Matrix& table, const int32_t* ids, int64_t n, float* out) {
+  const FloatMode mode;
+  const LinearKernels& kernels = linear_kernels();
+  const auto one = [&](int64_t i) {
+    const int64_t channel = std::clamp<int64_t>(ids[i], 0, table.out - 1);
+    kernels.channel(table, channel, out + i * table.in);
+  };
+  constexpr int64_t kEach = 4;
+  if (n <= kEach) {
+    for (int64_t i = 0; i < n; ++i) one(i);
+    return;
+  }
+  parallel_for((n + kEach - 1) / kEach, [&](int64_t chunk) {
+    for (int64_t i = chunk * kEach; i < std::min(n, (chunk + 1) * kEach); ++i) one(i);
+  });
+}
+
+}  // namespace umbra

@@ -1,0 +1,123 @@
+// How rows become operands of a product, and what happens to a whole row after one. Included by linear_<isa>.cc.
+#pragma once
+
+#include "lanes.h"
+#include "linear.h"
+
+namespace umbra::UMBRA_ISA {
+
+// Lanes [i, i + 16) of a row of n; zeros behind its end.
+UMBRA_INLINE F load_part(const float* row, int64_t i, int64_t n) {
+  return n - i >= 16 ? load(row + i) : load(row + i, static_cast<int>(n - i));
+}
+UMBRA_INLINE void store_part(float* row, int64_t i, int64_t n, F x) {
+  if (n - i >= 16) store(row + i, x);
+  else store(row + i, x, static_cast<int>(n - i));
+}
+
+// 1 / sqrt(mean(x^2) + epsilon): sixteen partial sums, then `sum`.
+UMBRA_INLINE float inverse_rms(const float* x, int64_t n, float epsilon) {
+  F total = zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    const F part = load_part(x, i, n);
+    total = fma(part, part, total);
+  }
+  const float mean = sum(total) * (1.0f / static_cast<float>(n));
+  return 1.0f / __builtin_sqrtf(mean + epsilon);
+}
+
+UMBRA_INLINE F silu(F x) { return x / (set(1.0f) + exp(neg(x))); }
+
+UMBRA_INLINE F gelu_tanh(F x) {
+  const F cubic = fma(x * x * set(0.044715f), x, x);
+  const F twice = cubic * set(1.5957691216057308f);  // 2 sqrt(2 / pi)
+  // (1 + tanh(t)) / 2 = 1 - 1 / (exp(2 t) + 1)
+  return x * (set(1.0f) - set(1.0f) / (exp(twice) + set(1.0f)));
+}
+
+UMBRA_INLINE M all_lanes() { return first(16); }
+UMBRA_INLINE M is_finite(F size) { return lt(size, set(__builtin_inff())); }
+
+// Integers of a row of `groups` groups of 32: the largest magnitude of a group becomes 127. A group below 2^-118 counts
+// as zero (its factor would be infinite); one with an infinity or NaN has the scale NaN, which every result of the row
+// shows. Sixteen groups at a time: a group alone would wait for its maximum, its division and its sum.
+UMBRA_INLINE void quantise(const float* x, int64_t groups, const Rows& rows, int64_t row) {
+  auto* const q = const_cast<int8_t*>(rows.q);
+  for (int64_t first = 0; first < groups; first += 16) {
+    const int n = static_cast<int>(groups - first < 16 ? groups - first : 16);
+    const float* const part = x + first * kGroup;
+    float largest[16] = {}, factors[16], scales[16], totals[16];
+    int32_t sums[16] = {};
+    M finite = all_lanes();
+    for (int g = 0; g < n; ++g) {
+      const F a = abs(load(part + g * kGroup)), b = abs(load(part + g * kGroup + 16));
+      finite = finite & is_finite(a) & is_finite(b);
+      largest[g] = max(max(a, b));
+    }
+    const bool all_finite = mask_bits(finite) == 0xFFFF;
+    for (int g = 0; g < n && !all_finite; ++g) {
+      const F a = abs(load(part + g * kGroup)), b = abs(load(part + g * kGroup + 16));
+      if (mask_bits(is_finite(a) & is_finite(b)) != 0xFFFF) largest[g] = __builtin_nanf("");
+    }
+    const F size = load(largest);
+    const M some = ge(size, set(0x1p-118f));
+    store(factors, select(some, set(127.0f) / size, zero()));
+    const F without = select(lt(size, set(1.0f)), zero(), set(__builtin_nanf("")));
+    const F scale = select(some, size / set(127.0f), without);
+    store(scales, scale);
+    for (int g = 0; g < n; ++g) {
+      const F factor = set(factors[g]);
+      I a = round(load(part + g * kGroup) * factor), b = round(load(part + g * kGroup + 16) * factor);
+      if (!all_finite && largest[g] != largest[g]) a = b = iset(0);
+      const int64_t at = (first + g) * rows.count + row;
+      store_i8(q + at * kGroup, a);
+      store_i8(q + at * kGroup + 16, b);
+      sums[g] = sum(a + b);
+      if (rows.sums) {
+        const_cast<int32_t*>(rows.sums)[2 * at] = sum(a);
+        const_cast<int32_t*>(rows.sums)[2 * at + 1] = sum(b);
+      }
+    }
+    store(totals, scale * to_float(load(sums)));
+    for (int g = 0; g < n; ++g) {
+      const int64_t at = (first + g) * rows.count + row;
+      const_cast<float*>(rows.scale)[at] = scales[g];
+      const_cast<float*>(rows.total)[at] = totals[g];
+    }
+  }
+}
+
+UMBRA_INLINE void prepare_row(const Preparation& p, int64_t row, float* scratch, const Rows& rows) {
+  const int64_t n = p.in;
+  const float* x = p.x + row * n;
+  if (p.activation) {
+    const float* const up = p.up + row * n;
+    for (int64_t i = 0; i < n; i += 16) {
+      const F gate = load_part(x, i, n);
+      store(scratch + i, (p.activation == 1 ? silu(gate) : gelu_tanh(gate)) * load_part(up, i, n));
+    }
+    x = scratch;
+  }
+  if (p.norm) {
+    const F inverse = set(inverse_rms(x, n, p.epsilon));
+    for (int64_t i = 0; i < n; i += 16)
+      store(scratch + i, load_part(x, i, n) * inverse * load_part(p.norm, i, n));
+    x = scratch;
+  }
+  if (p.floats) {
+    float* const values = const_cast<float*>(rows.values) + row * rows.width;
+    for (int64_t i = 0; i < n; i += 16) store(values + i, load_part(x, i, n));
+  }
+  if (p.integers) quantise(x, n / kGroup, rows, row);
+}
+
+UMBRA_INLINE void finish_row(float* y, int64_t n, const float* weight, float epsilon, const float* residual) {
+  const F inverse = set(inverse_rms(y, n, epsilon));
+  for (int64_t i = 0; i < n; i += 16) {
+    F part = load_part(y, i, n) * inverse * load_part(weight, i, n);
+    if (residual) part = load_part(residual, i, n) + part;
+    store_part(y, i, n, part);
+  }
+}
+
+}  // namespace umbra::UMBRA_ISA
