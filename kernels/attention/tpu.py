@@ -110,7 +110,7 @@ def _call(
         out_shape.append(jax.ShapeDtypeStruct((T, s.n_heads, LANES), jnp.float32))
     if s.block_mass:
         out_shape.append(jax.ShapeDtypeStruct((T, s.mass_chunks, s.n_heads, LANES), jnp.float32))
-    anywhere, on_chip = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
+    anywhere, on_chip, in_hbm = (pl.BlockSpec(memory_space=m) for m in (pl.ANY, pltpu.VMEM, pltpu.HBM))
     first_held = len(scalars) + len(vectors)
     limit = s.vmem_bytes() + 4 * tpu_sizes.MIB
 
@@ -122,8 +122,8 @@ def _call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(on.cores,),
-            in_specs=[anywhere, *[on_chip] * (len(vectors) - 1), *[anywhere] * len(held)],
-            out_specs=[anywhere] * len(out_shape),
+            in_specs=[anywhere, *[on_chip] * (len(vectors) - 1), *[in_hbm] * len(held)],
+            out_specs=[anywhere, *[in_hbm] * len(held), *[anywhere] * (len(out_shape) - 1 - len(held))],
             scratch_shapes=_scratch(s),
         ),
         out_shape=out_shape,
@@ -137,12 +137,11 @@ def _call(
 def _scratch(s: Sizes) -> list[Any]:
     """In the order in which `Kernel` takes them."""
     K, R = s.n_kv_heads, s.rows(s.tile)
-    dot_type = jnp.float32 if s.dtype == "float32" else jnp.bfloat16
     shapes: list[Any] = [pltpu.VMEM((s.depth, K, BLOCK, 2 * s.head_dim), jnp.dtype(s.dtype))]
     if s.quantised:
         shapes.append(pltpu.VMEM((s.depth, K, 2, BLOCK), jnp.float32))
     shapes += [pltpu.VMEM((2, s.tile, s.n_heads, s.lanes), jnp.float32)] * 2
-    shapes.append(pltpu.VMEM((K, R, s.lanes), dot_type))
+    shapes.append(pltpu.VMEM((K, R, s.lanes), jnp.float32))
     shapes += [pltpu.VMEM((K, R, LANES), jnp.float32)] * 2
     shapes.append(pltpu.VMEM((K, R, s.lanes), jnp.float32))
     if s.lse:

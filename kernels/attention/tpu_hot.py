@@ -59,13 +59,13 @@ def stage(pool: KVPool, tables: jax.Array, lengths: jax.Array, blocks: int) -> H
     places, sources = _chosen(tables, lengths // BLOCK, blocks)
     held = [x for x in pool if x is not None]
     shapes = [(blocks, *x.shape[1:]) for x in held]
-    anywhere, on_chip = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
+    in_hbm, in_vmem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
     kind: Any = jax.ShapeDtypeStruct if interpreted() else pltpu.VMEM
     moved = sum(blocks * x.size // len(x) * x.dtype.itemsize for x in held)
     contents = pl.pallas_call(
         _copy_blocks,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(), in_specs=[anywhere] * len(held), out_specs=[on_chip] * len(held),
+            num_scalar_prefetch=1, grid=(), in_specs=[in_hbm] * len(held), out_specs=[in_vmem] * len(held),
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         # Interpret mode knows no arrays in VMEM outside kernels.

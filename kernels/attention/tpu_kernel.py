@@ -150,11 +150,17 @@ class Kernel:
             pl.when(staged >= 0)(functools.partial(start, which, on_chip, ring))
             pl.when(staged < 0)(functools.partial(start, which, stored, ring))
 
-    def arrive(self, place: jax.Array) -> None:
-        """Wait for the block in a place of the ring."""
+    def receive(self, tile: _Tile, entry: jax.Array, place: jax.Array) -> None:
+        """Wait for a block of the tile, and lay over it what is new."""
         pltpu.make_async_copy(self.pool.at[0, 0], self.ring.at[place], self.fetched.at[0, place]).wait()
         if self.s.quantised:
             pltpu.make_async_copy(self.scales.at[0, 0], self.scale_ring.at[place], self.fetched.at[1, place]).wait()
+        base = self.block_at(tile, entry) * BLOCK
+        pl.when(base + BLOCK > tile.run_first)(lambda: self.overlay(tile, entry, base, place))
+
+    def block_at(self, tile: _Tile, entry: jax.Array) -> jax.Array:
+        """Which block of the sequence a table entry holds."""
+        return entry if self.index is None else self.index[tile.row + entry]
 
     def settle(self, place: jax.Array) -> None:
         """Wait until what was written from a place of the ring has left it."""
@@ -178,44 +184,30 @@ class Kernel:
 
     # ---- new keys and values
 
-    def overlay(self, tile: _Tile, entry: jax.Array, block_at: jax.Array, place: jax.Array) -> None:
-        """Put the run's keys and values over the block that has arrived, clear what lies behind them, and, for the
-        last tile of the run, write them back."""
-        base = block_at * BLOCK
+    def overlay(self, tile: _Tile, entry: jax.Array, base: jax.Array, place: jax.Array) -> None:
+        """Put the run's keys and values over a block that starts at position `base`, clear what lies behind them, and,
+        for the last tile of the run, write them back."""
+        low = jnp.maximum(tile.run_first - base, 0)
+        high = jnp.minimum(tile.run_last - base + 1, BLOCK)
+        slab, shift = self.s.slab, tile.shift + base
+        first, end = lax.div(low, slab), lax.div(high + slab - 1, slab)
 
-        @pl.when(base + BLOCK > tile.run_first)
+        def clear(i: jax.Array) -> None:
+            at = pl.ds(pl.multiple_of((end + i) * slab, slab), slab)
+            self.ring[place, :, at, :] = jnp.zeros((self.s.n_kv_heads, slab, 2 * self.s.head_dim), self.ring.dtype)
+
+        _each(end - first, lambda i: self.put_slab(place, (first + i) * slab, shift, low, high))
+        _each(BLOCK // slab - end, clear)
+        if self.s.quantised:
+            self.put_scales(place, shift, low, high)
+
+        @pl.when(tile.is_last)
         def _() -> None:
-            low = jnp.maximum(tile.run_first - base, 0)
-            high = jnp.minimum(tile.run_last - base + 1, BLOCK)
-            slab = self.s.slab
-            first, end = lax.div(low, slab), lax.div(high + slab - 1, slab)
-
-            def put(i: jax.Array, carry: jax.Array) -> jax.Array:
-                self.put_slab(place, i * slab, tile.shift + base, low, high)
-                return carry
-
-            def clear(i: jax.Array, carry: jax.Array) -> jax.Array:
-                at = pl.ds(pl.multiple_of(i * slab, slab), slab)
-                self.ring[place, :, at, :] = jnp.zeros((self.s.n_kv_heads, slab, 2 * self.s.head_dim), self.ring.dtype)
-                return carry
-
-            lax.fori_loop(first, end, put, 0)
-            lax.fori_loop(end, BLOCK // slab, clear, 0)
+            block = self.tables[tile.row + entry]
+            _each(end - first, lambda i: self.slab_copy(place, block, (first + i) * slab).start())
+            self.unsettled[place] = end - first
             if self.s.quantised:
-                self.put_scales(place, tile.shift + base, low, high)
-
-            @pl.when(tile.is_last)
-            def _() -> None:
-                block = self.tables[tile.row + entry]
-
-                def write(i: jax.Array, carry: jax.Array) -> jax.Array:
-                    self.slab_copy(place, block, i * slab).start()
-                    return carry
-
-                lax.fori_loop(first, end, write, 0)
-                self.unsettled[place] = end - first
-                if self.s.quantised:
-                    self.scale_copy(place, block).start()
+                self.scale_copy(place, block).start()
 
     def put_slab(self, place: jax.Array, row: jax.Array, shift: jax.Array, low: jax.Array, high: jax.Array) -> None:
         """Merge one slab, from row `row` of the block on. Row r holds token `shift + r`; new are rows low to high."""
@@ -257,14 +249,16 @@ class Kernel:
         """Wait for the tile's queries and sort them into rows of heads."""
         s, g = self.s, self.s.group
         _each(tile.count, lambda i: self.q_copy(tile.token, i, buffer).wait())
-        for first, tokens in _pieces(height):
+
+        def take(first: Any, tokens: int) -> None:
             for k in range(s.n_kv_heads):
-                piece = self.q_tile[buffer, first : first + tokens, k * g : (k + 1) * g, :]
-                rows = piece.reshape(tokens * g, s.lanes).astype(self.q_rows.dtype)
+                piece = self.q_tile[buffer, pl.ds(first, tokens), k * g : (k + 1) * g, :].reshape(tokens * g, s.lanes)
                 missing = s.rows(tokens) - tokens * g
                 if missing:
-                    rows = jnp.concatenate([rows, jnp.zeros((missing, s.lanes), rows.dtype)])
-                self.q_rows[k, first * g : first * g + s.rows(tokens), :] = rows
+                    piece = jnp.concatenate([piece, jnp.zeros((missing, s.lanes), piece.dtype)])
+                self.q_rows[k, pl.ds(_aligned(first * g), s.rows(tokens)), :] = piece
+
+        _pieces(height, take)
 
     def out_copies(self, tile: _Tile, buffer: Any, i: Any) -> list[Any]:
         token = tile.token + i
@@ -287,15 +281,16 @@ class Kernel:
 
     def give_results(self, tile: _Tile, buffer: jax.Array, height: int) -> None:
         s = self.s
+        rows = slice(0, s.rows(height))
+        total = self.total[:, rows]
+        divisor = jnp.where(total > 0, total, 1.0)
+        self.acc[:, rows] = self.acc[:, rows] / _across(divisor, s.lanes)
+        if s.lse:
+            self.total[:, rows] = jnp.where(total > 0, self.top[:, rows] + jnp.log(divisor), -jnp.inf)
         for k in range(s.n_kv_heads):
-            rows = slice(0, s.rows(height))
-            total = self.total[k, rows]
-            divisor = jnp.where(total > 0, total, 1.0)
-            out = self.acc[k, rows] / _across(divisor, s.lanes)
-            self.sort_back(self.out_tile.at[buffer], out, k, height)
+            self.sort_back(self.out_tile.at[buffer], self.acc.at[k], k, height)
             if s.lse:
-                lse = jnp.where(total > 0, self.top[k, rows] + jnp.log(divisor), -jnp.inf)
-                self.sort_back(self.lse_tile.at[buffer], lse, k, height)
+                self.sort_back(self.lse_tile.at[buffer], self.total.at[k], k, height)
 
         def start(i: jax.Array) -> None:
             for copy in self.out_copies(tile, buffer, i):
@@ -305,19 +300,22 @@ class Kernel:
         if s.block_mass:
             self.give_mass(tile, height)
 
-    def sort_back(self, target: Ref, rows: jax.Array, k: int, height: int) -> None:
-        """Rows of head `k` to their tokens `[tile, N, lanes]`."""
+    def sort_back(self, target: Ref, rows: Ref, k: int, height: int) -> None:
+        """Rows of head `k` `[R, lanes]` to their tokens `[tile, N, lanes]`."""
         g = self.s.group
-        for first, tokens in _pieces(height):
-            piece = rows[first * g : (first + tokens) * g].reshape(tokens, g, rows.shape[-1])
-            target[first : first + tokens, k * g : (k + 1) * g, :] = piece
+
+        def put(first: Any, tokens: int) -> None:
+            piece = rows[pl.ds(_aligned(first * g), self.s.rows(tokens)), :][: tokens * g]
+            target[pl.ds(first, tokens), k * g : (k + 1) * g, :] = piece.reshape(tokens, g, rows.shape[-1])
+
+        _pieces(height, put)
 
     def give_mass(self, tile: _Tile, height: int) -> None:
         """Store the log-sum-exp of every entry, 128 at a time. Asked for now and then: nothing overlaps here."""
 
         def chunk(c: jax.Array, carry: jax.Array) -> jax.Array:
             for k in range(self.s.n_kv_heads):
-                self.sort_back(self.mass_tile, self.mass_rows[c, k, : self.s.rows(height)], k, height)
+                self.sort_back(self.mass_tile, self.mass_rows.at[c, k], k, height)
 
             def store(i: jax.Array) -> None:
                 copy = pltpu.make_async_copy(
@@ -386,13 +384,8 @@ class Kernel:
             _each(n, lambda _: self.fetch_next())
             done = self.cursor[DONE]
             self.cursor[DONE] = done + n
-            blocks = []
-            for i in range(n):
-                place = self.place(done + i)
-                at = entry + i if self.index is None else self.index[tile.row + entry + i]
-                self.arrive(place)
-                self.overlay(tile, entry + i, at, place)
-                blocks.append((place, at, entry + i))
+            _each(n, lambda i: self.receive(tile, entry + i, self.place(done + i)))
+            blocks = [(self.place(done + i), self.block_at(tile, entry + i), entry + i) for i in range(n)]
             self.attend(tile, blocks, height)
 
         def several(i: jax.Array, carry: jax.Array) -> jax.Array:
@@ -435,7 +428,7 @@ class Kernel:
         kept = slice(0, rows)
         logits, values, scales = {}, {}, {}
         for h, k in enumerate(heads):
-            q = self.q_rows[k, kept]
+            q = self.q_rows[k, kept].astype(self.dot_type)
             for b, (place, _, _) in enumerate(blocks):
                 kv = self.ring[place, k]
                 if s.quantised:
@@ -480,10 +473,10 @@ def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
 
 
 def _across(x: jax.Array, lanes: int) -> jax.Array:
-    """`x` `[R, 128]`, alike in all lanes, on another number of lanes."""
+    """`x` `[..., 128]`, alike in all lanes, on another number of lanes."""
     if lanes <= LANES:
-        return x[:, :lanes]
-    return jnp.concatenate([x] * -(-lanes // LANES), axis=1)[:, :lanes]
+        return x[..., :lanes]
+    return jnp.concatenate([x] * -(-lanes // LANES), axis=-1)[..., :lanes]
 
 
 def _block_of(position: jax.Array) -> jax.Array:
@@ -495,9 +488,17 @@ def _stored(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(jnp.int32).astype(dtype) if dtype == np.int8 else x.astype(dtype)
 
 
-def _pieces(height: int) -> list[tuple[int, int]]:
-    """A tile's tokens in pieces whose rows are whole sublanes: (first, tokens)."""
-    return [(0, height)] if height < SUBLANES else [(i, SUBLANES) for i in range(0, height, SUBLANES)]
+def _pieces(height: int, do: Callable[[Any, int], None]) -> None:
+    """`do(first, tokens)` for a tile's tokens, in pieces whose rows are whole sublanes."""
+    if height < SUBLANES:
+        do(0, height)
+    else:
+        _each(height // SUBLANES, lambda i: do(i * SUBLANES, SUBLANES))
+
+
+def _aligned(row: Any) -> Any:
+    """A row that starts a piece."""
+    return pl.multiple_of(row, SUBLANES) if isinstance(row, jax.Array) else row
 
 
 def _each(n: Any, do: Callable[[jax.Array], None]) -> None:

@@ -171,7 +171,7 @@ def choose(
     until they fit the chip. A `ValueError` when nothing does."""
     group = n_heads // n_kv_heads
     per_row = -(-tokens // rows)
-    heights = (per_row,) if per_row <= SUBLANES else (1, SUBLANES, _prefill_height(group))
+    heights = (per_row,) if per_row <= SUBLANES else (SUBLANES, _prefill_height(group))
     heads = max(h for h in range(1, min(n_kv_heads, 8) + 1) if n_kv_heads % h == 0)
     spans = max(1, min(4, 16 // heads))
     sizes = Sizes(

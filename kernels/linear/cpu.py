@@ -24,7 +24,6 @@ Norm = tuple[jax.Array, float]
 _FLOATS = {"float32": len(packing.FORMS), "bfloat16": len(packing.FORMS) + 1}
 """Numbers of the forms of plain arrays; those of packed ones are their places in `packing.FORMS`."""
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
-_UP, _NORM, _POST_NORM, _RESIDUAL = 1, 2, 4, 8
 MOST_WEIGHTS = 8
 """Weights of one call."""
 
@@ -60,30 +59,19 @@ def linear(
         raise ValueError(f"one call takes 1 to {MOST_WEIGHTS} weights, got {len(weights)}")
     rows, inputs = x.shape
     stacked = layer is not None
-    flags = 0
-    extra: list[jax.Array] = []
-    for flag, value in ((_UP, up), (_NORM, norm and norm[0]), (_POST_NORM, post_norm and post_norm[0])):
-        if value is not None:
-            flags |= flag
-            extra.append(value)
-    if residual is not None:
-        flags |= _RESIDUAL
-        extra.append(residual)
-    which = 0
-    for i, values in enumerate(bias or ()):
-        if values is not None:
-            which |= 1 << i
-            extra.append(values.astype(jnp.float32))
+    optional = [up, norm and norm[0], post_norm and post_norm[0], residual]
+    biases = list(bias or [])
+    operands = [value for value in (*optional, *biases) if value is not None]
     for weight in weights:
-        extra += _operands(weight, inputs, stacked)
+        operands += _operands(weight, inputs, stacked)
     results = [jax.ShapeDtypeStruct((rows, out_features(w, inputs, stacked=stacked)), jnp.float32) for w in weights]
     # A sum takes the place of its first term, which nothing else needs once it is added.
-    alias = {3 + _place_of_residual(flags): 0} if residual is not None else {}
+    alias = {3 + sum(value is not None for value in optional[:-1]): 0} if residual is not None else {}
     call = jax.ffi.ffi_call(native.handler("umbra_linear"), results, input_output_aliases=alias)
     return tuple(
         call(
-            x, jnp.int32(0) if layer is None else layer, n_rows, *extra,
-            optional=np.int32(flags), biases=np.int32(which), activation=np.int32(_ACTIVATIONS[activation]),
+            x, jnp.int32(0) if layer is None else layer, n_rows, *operands,
+            optional=_bits(optional), biases=_bits(biases), activation=np.int32(_ACTIVATIONS[activation]),
             epsilon=np.float32(norm[1] if norm else 0), post_epsilon=np.float32(post_norm[1] if post_norm else 0),
             forms=np.array([_form(weight) for weight in weights], np.int32),
         )
@@ -111,20 +99,20 @@ def greedy_head(
         )  # fmt: skip
         return reference.summary(reference.capped(logits, softcap))
     rows, inputs = x.shape
-    number, total = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
-    call = jax.ffi.ffi_call(native.handler("umbra_greedy_head"), (number, total, total))
+    number, real = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    call = jax.ffi.ffi_call(native.handler("umbra_greedy_head"), (number, real, real))
     operands = [] if norm is None else [norm[0]]
-    return tuple(
-        call(
-            x, n_rows, *operands, *_operands(table, inputs, False),
-            norm=np.int32(norm is not None), epsilon=np.float32(norm[1] if norm else 0),
-            form=np.int32(_form(table)), out=np.int32(out_features(table, inputs, stacked=False)),
-        )
+    token, highest, log_sum = call(
+        x, n_rows, *operands, *_operands(table, inputs, False),
+        norm=np.int32(norm is not None), epsilon=np.float32(norm[1] if norm else 0),
+        form=np.int32(_form(table)), out=np.int32(out_features(table, inputs, stacked=False)),
     )  # fmt: skip
+    return token, highest, log_sum
 
 
-def _place_of_residual(flags: int) -> int:
-    return sum(bool(flags & flag) for flag in (_UP, _NORM, _POST_NORM))
+def _bits(values: Sequence[jax.Array | None]) -> np.int32:
+    """Bit i: there is a value i."""
+    return np.int32(sum(1 << i for i, value in enumerate(values) if value is not None))
 
 
 def _form(weight: jax.Array | Quantised) -> int:

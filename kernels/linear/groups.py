@@ -9,6 +9,10 @@ w8m   int8 [out, in]      f16 [out, G]  f16 [out, G]                           s
 w4k   uint8 [out, G, 16]  u8 [out, G]   u8 [out, G]   f16 [out, in/256] both   (super_scale scale) q - super_min min
 w6k   int8 [out, in]      i8 [out, 2G]                f16 [out, in/256]        (super_scale scale) q
 
+They hold GGUF's Q4_0 and Q4_1 (w4), Q8_0 and Q5_0 (w8), Q5_1 (w8m), Q4_K (w4k) and Q6_K (w6k). A TPU has two forms of
+its own, made from floats: c8, int8 with a float32 scale per output channel, and s4, -8 to 7 with a bfloat16 scale per
+group.
+
 Integers of 4 bits lie as in GGUF: byte i of a group holds element i in its low half and element i + 16 in its high one.
 Every value is exact in float32 up to one rounding, the same that GGUF's own definition has.
 """
@@ -24,7 +28,7 @@ GROUP = 32
 SUPER = 256
 """Inputs that share a super-scale."""
 
-_NAMES = ("q", "scale", "min", "super_scale", "super_min")
+_OPTIONAL = ("min", "super_scale", "super_min")
 _F16_MAX = float(np.finfo(np.float16).max)
 
 
@@ -49,8 +53,8 @@ class Groups:
 
     def rows(self, which: slice | np.ndarray) -> Groups:
         """The output channels `which`, in that order."""
-        fields = {name: getattr(self, name) for name in _NAMES}
-        return Groups(self.form, **{name: None if part is None else part[which] for name, part in fields.items()})
+        others = {name: None if (part := getattr(self, name)) is None else part[which] for name in _OPTIONAL}
+        return Groups(self.form, self.q[which], self.scale[which], **others)
 
     def integers(self) -> np.ndarray:
         """int8 `[out, in]`."""
@@ -69,7 +73,8 @@ class Groups:
     def values(self) -> np.ndarray:
         """float32 `[out, in]`."""
         scale, minimum = self.scales()
-        values = self.integers().reshape(*scale.shape, -1).astype(np.float32) * scale[..., None]
+        values = self.integers().reshape(*scale.shape, -1).astype(np.float32)
+        values *= scale[..., None]
         if minimum is not None:
             values += minimum[..., None]
         return values.reshape(self.out, self.inputs)

@@ -27,7 +27,7 @@ _INT8 = np.dtype(np.int8)
 def part_shapes(form: str, layout: str, out: int, inputs: int) -> Parts:
     """Shape and type of each part of one matrix `[out, inputs]`."""
     if layout == "cpu":
-        from . import packing
+        from . import packing  # which needs this file
 
         return dict(packing.shapes(form, out, inputs))
     if form == "c8":

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from .groups import GROUP, SUPER, Groups
-from .layouts import CHANNELS
+from .layouts import CHANNELS, Parts
 
 FORMS = ("w4", "w8", "w8m", "w4k", "w6k")
 """In the order of `Form` in native/src/linear.h."""
@@ -37,7 +37,7 @@ _AFTER = {"w4": 64, "w8": 32, "w8m": 64, "w4k": 32, "w6k": 32}
 _SUPERS = {"w4k": 64, "w6k": 32}
 
 
-def shapes(form: str, out: int, inputs: int) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def shapes(form: str, out: int, inputs: int) -> Parts:
     """Shape and type of each part of one matrix. Raises `ValueError` if the form cannot have so many inputs."""
     if form not in FORMS:
         raise ValueError(f"form {form!r} cannot be packed for native kernels; supported: {', '.join(FORMS)}")
@@ -45,7 +45,7 @@ def shapes(form: str, out: int, inputs: int) -> dict[str, tuple[tuple[int, ...],
     if inputs % unit:
         raise ValueError(f"a matrix of the form {form} needs a multiple of {unit} inputs, got {inputs}")
     blocks, byte = -(-out // CHANNELS), np.dtype(np.uint8)
-    parts = {"blocks": ((blocks, inputs // GROUP, _INTEGERS[form] + _AFTER[form]), byte)}
+    parts: Parts = {"blocks": ((blocks, inputs // GROUP, _INTEGERS[form] + _AFTER[form]), byte)}
     if form in _SUPERS:
         parts["supers"] = ((blocks, inputs // SUPER, _SUPERS[form]), byte)
     return parts

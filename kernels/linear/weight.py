@@ -1,10 +1,9 @@
 """Weights that are not plain arrays, as leaves that model code passes around like one.
 
-Letters: L layers, V vocabulary. `out` and `in` are a matrix's output and input features, all their axes flattened;
-G = in / 32 groups.
+Letters: L layers, V vocabulary. `out` and `in` are a matrix's output and input features, all their axes flattened.
 
 A `Quantised` matrix (or stack of L matrices) is integers with a scale for every group of inputs of an output channel.
-`form` says what the integers and scales are, `layout` how they lie in memory, which is up to the backend:
+`form` says what the integers and scales are (groups.py), `layout` how they lie in memory, which is up to the backend:
 
 plain   for plain JAX, all forms alike: `q` int8 `[.., out, in]`, `scale` float32 `[.., out, in/16 or in/32]` and, for
         the forms that have one, `min` float32 of the same shape. A weight is `scale * q + min`, exactly.
@@ -29,18 +28,7 @@ import numpy as np
 from .groups import GROUP, Groups
 from .layouts import CHANNELS
 
-__all__ = ["CHANNELS", "FORMS", "GROUP", "LAYOUTS", "Groups", "Mixed", "Quantised", "Split", "Weight", "out_features"]
-
-FORMS = {
-    "w4": "4 bits, scale and minimum of each 32 in float16 (GGUF Q4_0, Q4_1)",
-    "w8": "8 bits, scale of each 32 in float16 (GGUF Q8_0, Q5_0)",
-    "w8m": "8 bits, scale and minimum of each 32 in float16 (GGUF Q5_1)",
-    "w4k": "4 bits, scale and minimum of each 32 in 6 bits, times two float16 of each 256 (GGUF Q4_K)",
-    "w6k": "8 bits, scale of each 16 in 8 bits, times a float16 of each 256 (GGUF Q6_K)",
-    "c8": "8 bits, scale of each output channel in float32",
-    "s4": "4 bits with sign, scale of each 32 in bfloat16",
-}
-LAYOUTS = ("plain", "cpu", "tpu")
+__all__ = ["CHANNELS", "GROUP", "Groups", "Mixed", "Quantised", "Split", "Weight", "out_features"]
 
 
 @functools.partial(

@@ -7,7 +7,7 @@
 `UMBRA_THREADS` and `UMBRA_ISA` (portable, avx2, avx512) preset what `set_threads` and `set_isa` change.
 """
 
-from .load import ISAS, NativeError, handler, isa, isas, load, set_isa, set_threads, threads, unavailable, version
+from .library import ISAS, NativeError, handler, isa, isas, load, set_isa, set_threads, threads, unavailable, version
 
 __all__ = [
     "ISAS",

@@ -31,10 +31,11 @@ SOURCES = Path(__file__).parent / "src"
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-pthread")
 """For every file. A product and a sum are contracted only where the source says so: the bits must not depend on it."""
 NUMERICS = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
 INSTRUCTIONS = {
     "portable": (),
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": tuple("-m" + s for s in "avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512vnni".split()),
+    "avx2": AVX2,
+    "avx512": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
 }
 COMPILERS = ("c++", "g++", "clang++")
 KEPT_DAYS = 30

@@ -71,8 +71,7 @@ def assemble(
 
 def _put(config: TrunkConfig, path: str, value: Any, mesh: Mesh | None) -> Any:
     places = placements(config, {path: value}, mesh)[path]
-    leaves, tree = jax.tree.flatten(value)
-    return tree.unflatten(map(jax.device_put, leaves, tree.flatten_up_to(places)))
+    return jax.tree.map(jax.device_put, value, places)
 
 
 class StoredSupply:

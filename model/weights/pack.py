@@ -23,14 +23,17 @@ from .errors import ModelError
 from .gguf_groups import form_of, groups_of
 from .placement import Piece, interleaved_rows
 
-_TASK_ELEMENTS = 1 << 19  # what a task unpacks and packs stays in the L2 and L3 caches
+_TASK_ELEMENTS = 1 << 17  # what a task unpacks and packs stays in the L2 cache
 
 
 class Rows(Protocol):
     """One matrix `[rows, cols]` of a parameter, in the parameter's order of rows."""
 
-    rows: int
-    cols: int
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def cols(self) -> int: ...
 
     @property
     def whole(self) -> bool:
@@ -89,6 +92,8 @@ class StoredRows:
         return groups_of(self.piece.tensor, self._raw(start, stop))
 
     def floats(self, start: int, stop: int) -> np.ndarray:
+        if self.own_form is not None:  # the same values, in half the time of GGUF's own decoder
+            return self.groups(start, stop).values()
         return self.piece.tensor.decode(self._raw(start, stop))
 
     def _raw(self, start: int, stop: int) -> np.ndarray:
@@ -109,8 +114,14 @@ class ArrayRows:
     name: str
     values: np.ndarray
     order: np.ndarray | None = None
-    whole = False
-    own_form = None
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    @property
+    def own_form(self) -> str | None:
+        return None
 
     @property
     def rows(self) -> int:
@@ -193,7 +204,7 @@ def _build_split(spec: ParamSpec, rows: Rows, plan: SplitPlan, pool: concurrent.
         part = dataclasses.replace(spec, shape=(len(order), *spec.shape[1:]))
         picked = dataclasses.replace(rows, order=order)  # type: ignore[type-var]
         tables.append(_build_stack(part, [picked], form, plan.layout, pool))
-    return Split(*tables, place, tokens)
+    return Split(tables[0], tables[1], place, tokens)
 
 
 def _run(pool: concurrent.futures.Executor, work: Iterator[tuple[Rows, Mapping[str, Any], str, str]]) -> None:

@@ -122,7 +122,7 @@ def _grouped(config: TrunkConfig, path: str, spec: ParamSpec, form: str, layout:
 def _own(source: Stored, layout: str) -> Planned:
     plans: dict[str, ParamPlan] = {}
     grouped: set[str] = set()
-    floats: set[str] = set()
+    others: set[str] = set()
     for path, spec in param_specs(source.config).items():
         forms = source.own_forms(path) if spec.matrix else None
         if forms is not None:
@@ -131,9 +131,9 @@ def _own(source: Stored, layout: str) -> Planned:
         elif not spec.matrix:
             plans[path] = _FLOAT32
         else:
-            plans[path] = BFLOAT16 if source.exact_dtype(path) == BFLOAT16 else _FLOAT32
-            floats.add(plans[path].name)
-    words = " and ".join(sorted(floats))
+            plans[path] = kind = BFLOAT16 if source.exact_dtype(path) == BFLOAT16 else _FLOAT32
+            others.add(kind.name)
+    words = " and ".join(sorted(others))
     if grouped:
         words = "the file's own groups (" + ", ".join(sorted(grouped)) + ")" + (f" and {words}" if words else "")
     return Planned(plans, words)

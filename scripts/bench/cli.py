@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bench.py: interrupted, nothing was written", file=sys.stderr)
         return 1
-    (kernels.show if plan.bench == "kernels" else show)(content, Console())
+    (kernels.show if plan.bench == "kernels" else show)(content, Console(width=None if sys.stdout.isatty() else 120))
     if content["void"]:
         print(f"bench.py: this run is void: {content['void']}", file=sys.stderr)
     if content.get("differences"):

@@ -45,9 +45,11 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
 
 
 def our_setup(plan: Plan, sequences: int | None = None) -> Setup:
-    """What our engine is loaded with."""
+    """What our engine is loaded with: if `sequences` is given, with room for passes of so many tokens, and no more."""
     slots = sequences or plan.sequences
-    return Setup(plan.model, plan.quant, plan.threads, plan.mesh, slots, 0, plan.kernels, plan.kv, plan.embedding)
+    return Setup(
+        plan.model, plan.quant, plan.threads, plan.mesh, slots, 0, plan.kernels, plan.kv, plan.embedding, sequences
+    )
 
 
 def load_others(plan: Plan, workers: Workers, context: int, say: Say, sequences: int | None = None) -> None:

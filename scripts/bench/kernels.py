@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -61,17 +62,18 @@ def _name(worker: Worker) -> str:
 
 def label(case: dict[str, Any]) -> str:
     """An operation and its sizes, for people."""
-    rows = f"{case['rows']} rows" if case["rows"] > 1 else "1 row"
+    rows = f"{case['rows']} row" + ("s" if case["rows"] > 1 else "")
     if case["op"] != "attention":
         return f"{case['op']} {case['name']}, {rows}"
-    sequences = f" of {case['sequences']} sequences" if case["sequences"] > 1 else ""
+    many = f"{case['sequences']} x " if case["sequences"] > 1 else ""
     layout = ", contiguous" if case["layout"] == "contiguous" else ""
-    return f"attention {case['name']}, {rows}{sequences} after {case['context']} tokens{layout}"
+    return f"attention {case['name']}, {many}{rows} at {case['context']}{layout}"
 
 
 def _measure(plan: Plan, workers: Sequence[Worker], case: dict[str, Any]) -> list[Row]:
     """A row per system, medians over rounds in which the systems take turns."""
-    facts, times = {}, {worker.system: [] for worker in workers}
+    facts: dict[str, dict[str, Any]] = {}
+    times: dict[str, list[float]] = {worker.system: [] for worker in workers}
     for worker in workers:
         with worker.turn():
             facts[worker.system] = worker.call("begin", case)
@@ -131,7 +133,8 @@ def _summary(rows: Sequence[Row]) -> Summary:
 def show(content: dict[str, Any], console: Console) -> None:
     """A line per operation, columns for each system; the JSON file has more."""
     systems = list(content["summary"])
-    table = Table(title=f"operations of {content['model']}", caption=content["settings"]["systems"]["peaks"]["how"])
+    how = content["settings"]["systems"]["peaks"]["how"]
+    table = Table(title=f"operations of {content['model']}", caption=how, box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for system in systems:
         table.add_column(f"{system}, us", justify="right")

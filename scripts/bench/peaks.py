@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -50,13 +51,18 @@ def measure_peaks(threads: int) -> Peaks:
 def best(measured: list[Peaks]) -> Peaks:
     """The highest of each peak: whatever disturbs a measurement makes it lower."""
 
-    def highest(name: str) -> Any:
-        values = [value for value in (getattr(peaks, name) for peaks in measured) if value is not None]
-        return max(values) if values else None
+    def highest(values: list[float | None]) -> float | None:
+        return max((value for value in values if value is not None), default=None)
 
-    return Peaks(*(highest(name) for name in ("read_bytes_s", "int8_ops_s", "float32_ops_s")), measured[0].how)
+    return Peaks(
+        max(peaks.read_bytes_s for peaks in measured),
+        highest([peaks.int8_ops_s for peaks in measured]),
+        highest([peaks.float32_ops_s for peaks in measured]),
+        measured[0].how,
+    )
 
 
+@functools.cache
 def _build() -> ctypes.CDLL | None:
     asked = os.environ.get("CXX")
     compiler = next(
@@ -85,7 +91,12 @@ def _with_numpy(threads: int) -> Peaks:
     with concurrent.futures.ThreadPoolExecutor(threads * STREAMS) as pool:
         read = min(_timed(lambda: list(pool.map(np.sum, parts))) for _ in range(5))
     product = min(_timed(lambda: left @ left) for _ in range(5))
-    return Peaks(words.nbytes / read, None, 2 * 1024**3 / product, "numpy: no C++ compiler; a lower bound")
+    return Peaks(
+        words.nbytes / read,
+        None,
+        2 * 1024**3 / product,
+        "numpy, as the native probe cannot be built here; a lower bound",
+    )
 
 
 def _timed(work: Any) -> float:

@@ -175,6 +175,15 @@ def agreement(report: dict[str, Any]) -> str:
     return "\n" + "\n".join(lines) + f"\n\nOn {tokens:,} tokens of greedy answers of the float32 model.\n"
 
 
+def exactness(report: dict[str, Any]) -> str:
+    """How many settings gave the same."""
+    ours = report["summary"]["umbra"]
+    return (
+        f"{ours['identical']} of {ours['settings']} settings identical to answering alone: {ours['requests']} "
+        f"requests, {ours['rows_of_logits']:,} rows of logits each, by CRC"
+    )
+
+
 def embeddings(report: dict[str, Any]) -> str | None:
     """A Markdown table of embeddings with rows of two precisions."""
     summary = report["summary"]
@@ -271,6 +280,7 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "passes": widths,
     "kernels": operations,
     "quality": agreement,
+    "exact": exactness,
 }
 ALSO: dict[str, dict[str, Callable[[dict[str, Any]], str | None]]] = {
     "decode": {"busy": busy},

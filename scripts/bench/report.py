@@ -23,6 +23,9 @@ Summary = dict[str, Any]
 FIGURES = ("tok_s", "decode_tok_s", "ttft_ms", "tokens_per_pass", "same_tokens")
 """Figures of a row that the summary has the median of."""
 
+DIFFERENCES = ("perplexity_change",)
+"""Figures that may be 0 or negative, so that a ratio of them means nothing."""
+
 
 def median(values: Iterable[float | None]) -> float | None:
     there = [value for value in values if value is not None]
@@ -87,6 +90,7 @@ def report(
 ) -> dict[str, Any]:
     """The report as written by `--json`. `ratio` is ours / peer of the figure `of`; `ratios` of every figure."""
     figures = {key for entry in summary.values() for key, value in entry.items() if isinstance(value, float)}
+    figures -= set(DIFFERENCES)
     return _rounded(
         {
             "bench": plan.bench,

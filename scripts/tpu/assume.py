@@ -19,7 +19,7 @@ from ...configs.trunk import LOCAL, TrunkConfig
 from ...kernels.attention import GROUP, KVFormat, reference, tpu, tpu_sizes
 from ...model.params import param_specs
 from ...serving.engine.programs import COPY_BLOCKS, Program
-from .traffic import Assume
+from .traffic import Assume, KernelWork
 
 Sampling = Literal["greedy", "temperature", "top-p"]
 
@@ -56,9 +56,8 @@ class Load:
         return sum(math.ceil(n / BLOCK) for n in self.seen) / self.config.n_layers
 
     def chunk(self, program: Program) -> int:
-        """Prompt tokens of one more sequence that the step carries."""
-        decoding = self.engine.slots * self.new_tokens
-        return min(self.engine.prefill_chunk, program.width - decoding) if program.kind == "prefill" else 0
+        """Prompt tokens of one more sequence that the step carries; none where drafts are verified."""
+        return self.engine.prefill_chunk if program.kind == "prefill" and self.new_tokens == 1 else 0
 
     def lengths(self, program: Program) -> tuple[list[int], list[int]]:
         """Tokens in the cache and tokens of this step, sequence by sequence."""
@@ -85,7 +84,7 @@ class Load:
             "reference.py:_largest_key": (31, "a binary search over 31 bits takes its longest"),
             "reference.py:_attend_group": (self.spans, f"{self.tokens} tokens are in the KV cache of every sequence"),
         }
-        kernels = {tpu.NAME: (self.attention_bytes(program, mesh, chip), f"{self.tokens} tokens in every KV cache")}
+        kernels = {tpu.NAME: self.attention(program, mesh, chip)}
         return Assume(
             loop=lambda source, op_name: loops.get(source),
             branch=lambda source, op_name: self._branches().get(source),
@@ -109,22 +108,25 @@ class Load:
             "reference.py:_top_p_and_min_p": (filtered, "every slot has top-p"),
         }
 
-    def attention_bytes(self, program: Program, mesh: Mesh, chip: str) -> float:
-        """Bytes of the KV pool that one call of the attention kernel moves on one chip, on average over the layers."""
+    def attention(self, program: Program, mesh: Mesh, chip: str) -> KernelWork | None:
+        """What one call of the attention kernel does on one chip, on average over the layers."""
         if program.kind not in ("prefill", "decode", "decode_n"):
-            return 0.0
-        model = mesh.shape["model"]
+            return None
+        model, c = mesh.shape["model"], self.config
         lengths, new = self.lengths(program)
-        by_window = {
+        moved = {
             window: tpu.pool_bytes(
-                self.config.n_kv_heads // model, self.config.head_dim, self.kv.dtype, lengths, new,
-                n_heads=self.config.n_heads // model, tokens=program.width, rows=self.engine.slots,
-                width=self.engine.table_width(self.config), window=window,
-                on=tpu_sizes.CHIPS.get(chip, tpu_sizes.UNKNOWN),
+                c.n_kv_heads // model, c.head_dim, self.kv.dtype, lengths, new,
+                n_heads=c.n_heads // model, tokens=program.width, rows=self.engine.slots,
+                width=self.engine.table_width(c), window=window, on=tpu_sizes.CHIPS.get(chip, tpu_sizes.UNKNOWN),
             )
             for window in set(self.windows)
         }  # fmt: skip
-        return sum(by_window[window] for window in self.windows) / self.config.n_layers
+        return KernelWork(
+            bytes=sum(moved[window] for window in self.windows) / c.n_layers,
+            flops=4.0 * sum(new) * self.spans * BLOCK * c.n_heads * c.head_dim / model,
+            why=f"{self.tokens} tokens in every KV cache",
+        )
 
     def min_bytes(self, program: Program, mesh: Mesh) -> float:
         """Bytes one chip cannot avoid to move: every shard of a weight once a pass, the KV that is attended to, and the

@@ -23,6 +23,7 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _SPACE = re.compile(r"S\((\d+)\)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
+_CLOSING = re.compile(r"^\}(?!\})")
 _NAME = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 
@@ -161,7 +162,7 @@ def parse(text: str) -> Module:
             if header := _HEADER.match(line):
                 name, root, instructions = header.group(2), "", {}
                 entry = name if header.group(1) else entry
-        elif line.rstrip() == "}":
+        elif _CLOSING.match(line):
             computations[name] = Computation(name, instructions, root)
             name = ""
         elif match := _NAME.match(line):
@@ -177,7 +178,7 @@ def _lines(text: str) -> Iterator[str]:
     """The lines of `text`, with those of an instruction that goes on over several (a kernel's metadata) as one."""
     whole = ""
     for line in text.splitlines():
-        if whole and line and not line[0].isspace() and line.rstrip() != "}" and not _HEADER.match(line):
+        if whole and line and not line[0].isspace() and not _CLOSING.match(line) and not _HEADER.match(line):
             whole += line
             continue
         if whole:

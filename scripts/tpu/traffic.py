@@ -10,7 +10,7 @@ Rules:
   expensive one;
 * a kernel (custom call) moves of each operand and result what its metadata says its blocks amount to, or else reads
   its operands and writes its results once; buffers it updates in place count nothing; what it moves depending on data
-  is assumed. Its operations are those it declares.
+  is assumed. Its operations are those it declares, or assumed.
 
 Whatever had to be assumed is listed in `Traffic.assumptions`.
 """
@@ -21,6 +21,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from . import loops
 from .flops import flops
@@ -30,8 +31,20 @@ LoopRule = Callable[[str, str], tuple[float, str] | None]
 """(`file.py:function`, op name) of a loop whose count depends on data -> (iterations, why); None: not known."""
 BranchRule = Callable[[str, str], tuple[int, str] | None]
 """The same of a conditional -> (index of the branch it takes, why); None: not known."""
-KernelRule = Callable[[str], tuple[float, str] | None]
-"""Name of a Pallas kernel -> (bytes that one run moves on top of its dense operands, why); None: nothing."""
+
+
+class KernelWork(NamedTuple):
+    """What one run of a kernel does that depends on data."""
+
+    bytes: float
+    """Moved on top of its dense operands and results."""
+    flops: float
+    """In place of those it declares."""
+    why: str
+
+
+KernelRule = Callable[[str], KernelWork | None]
+"""Name of a Pallas kernel -> what it does; None: what its operands and its declaration say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +132,7 @@ class _Walker:
             self._loop(total, within, ins, known)
         elif ins.opcode == "conditional":
             self._conditional(total, ins)
-        elif ins.opcode == "call":
+        elif ins.opcode in ("call", "call-start"):
             total.add(self.computation(self.module.computations[ins.called[0]], {}), 1)
         elif ins.opcode == "custom-call":
             self._kernel(total, within, ins)
@@ -158,7 +171,8 @@ class _Walker:
         name = re.sub(r"\.\d+$", "", ins.name) if target == "tpu_custom_call" else target
         total.kernels[name] += 1
         total.operations["kernel"] += 1
-        total.flops += _declared_flops(ins)
+        assumed = self.assume.kernel(name)
+        total.flops += _declared_flops(ins) if assumed is None else assumed.flops
         in_place = _aliased_operands(ins)
         operands = [within.operand(ins, i) for i in range(len(ins.operands))]
         reads, writes = _declared_moves(ins, len(operands))
@@ -170,10 +184,11 @@ class _Walker:
         for i, result in enumerate(ins.results):
             if i not in aliased_results:
                 moved += _moved_of((result,), writes, i)
-        if assumed := self.assume.kernel(name):
-            more, why = assumed
-            moved += more
-            total.assumptions[f"kernel {name}"] = f"{more:,.0f} bytes besides its dense operands: {why}"
+        if assumed is not None:
+            moved += assumed.bytes
+            total.assumptions[f"kernel {name}"] = (
+                f"{assumed.bytes:,.0f} bytes besides its dense operands: {assumed.why}"
+            )
         elif in_place:
             total.assumptions[f"kernel {name}"] = "buffers it updates in place count nothing"
         self._moved(total, ins, moved)

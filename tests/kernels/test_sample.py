@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32
 
 from umbra.configs.engine import MAX_TOP_LOGPROBS
-from umbra.kernels.sample import RowParams, choice_seed, choose, gumbel, seed_words, threefry2x32
+from umbra.kernels.sample import RowParams, accept, choice_seed, choose_rows, gumbel, seed_words, threefry2x32
 
 INF, NAN = np.inf, np.nan
 DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32, "counts": np.int32, "bias_ids": np.int32}
@@ -33,7 +33,21 @@ def bias(pairs, width=8):
     return dict(bias_ids=ids, bias_values=amounts)
 
 
-run = jax.jit(choose)
+@pytest.fixture(scope="module")
+def choose_many(cpu_backend):
+    """`choose_rows` of every backend: logits [B, V] and rows with a leading axis."""
+    return jax.jit(lambda logits, rows: choose_rows(logits, rows, jnp.ones(len(logits), bool), backend=cpu_backend))
+
+
+@pytest.fixture(scope="module")
+def run(choose_many):
+    """The choice for one row: logits [V]."""
+
+    def one(logits, row):
+        logits, row = jax.tree.map(lambda a: jnp.asarray(a)[None], (logits, row))
+        return jax.tree.map(lambda a: a[0], choose_many(logits, row))
+
+    return one
 
 
 # --- the oracle: numpy, float64, sorting ---
@@ -93,7 +107,7 @@ def kept_oracle(x, p, slack):
     return kept, scaled
 
 
-def check(logits, p):
+def check(run, logits, p):
     """The chosen token is one the oracle allows, with the largest noisy score up to rounding."""
     choice = run(jnp.asarray(logits, jnp.float32), p)
     token = int(choice.token)
@@ -112,7 +126,7 @@ def check(logits, p):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_every_option_against_the_oracle(data):
+def test_every_option_against_the_oracle(run, data):
     vocab = 61
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     draw = lambda values: data.draw(st.sampled_from(values))  # noqa: E731
@@ -136,11 +150,11 @@ def test_every_option_against_the_oracle(data):
         counts=rng.choice([0, 0, 1, 2, 3, 6, 11], vocab),
         **bias(draw([[], [(5, 3.0)], [(0, -100.0), (9, 100.0), (60, 1.5)]])),
     )
-    check(logits, p)
+    check(run, logits, p)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 512, 49152, 151936, 262144])
-def test_vocabulary_sizes(vocab):
+def test_vocabulary_sizes(run, vocab):
     rng = np.random.default_rng(vocab)
     logits = (rng.normal(size=vocab) * 3).astype(np.float32)
     assert int(run(logits, row_params(vocab)).token) == logits.argmax()
@@ -216,17 +230,14 @@ def test_seeds():
 # --- distribution ---
 
 
-ONE_EACH = RowParams(*[None] * len(RowParams._fields))._replace(seed=0, position=0)
-_choose_many = jax.jit(jax.vmap(lambda logits, p: choose(logits, p).token, in_axes=(None, ONE_EACH)))
-
-
-def sampled(logits, n, **options):
+def sampled(choose_many, logits, n, **options):
     """How often each token is chosen over n different (seed, position) pairs."""
-    p = row_params(len(logits), temperature=1.0, **options)
+    one = row_params(len(logits), temperature=1.0, **options)
+    logits, p = jax.tree.map(lambda a: jnp.broadcast_to(a, (n, *a.shape)), (logits, one))
     seeds = np.stack([np.arange(n) % 97, np.arange(n) // 97], 1).astype(np.uint32)
     positions = np.arange(n, dtype=np.int32) * 7
-    tokens = _choose_many(logits, p._replace(seed=jnp.asarray(seeds), position=jnp.asarray(positions)))
-    return np.bincount(np.asarray(tokens), minlength=len(logits))
+    choices = choose_many(logits, p._replace(seed=jnp.asarray(seeds), position=jnp.asarray(positions)))
+    return np.bincount(np.asarray(choices.token), minlength=logits.shape[1])
 
 
 def chi_square(counts, probabilities):
@@ -253,16 +264,16 @@ DISTRIBUTION = np.array([0.3, 0.2, 0.15, 0.15, 0.1, 0.05, 0.03, 0.02])
         (dict(top_k=5, top_p=0.95, min_p=0.4), 4),
     ],
 )
-def test_distribution_and_support(options, kept):
+def test_distribution_and_support(choose_many, options, kept):
     p = np.where(np.arange(8) < kept, DISTRIBUTION, 0)
     logits = jnp.asarray(np.log(DISTRIBUTION), jnp.float32).at[3].set(jnp.float32(np.log(0.15)))
-    statistic, freedom = chi_square(sampled(logits, 20_000, **options), p / p.sum())
+    statistic, freedom = chi_square(sampled(choose_many, logits, 20_000, **options), p / p.sum())
     assert statistic < freedom + 4 * np.sqrt(2 * max(freedom, 1)) + 4
 
 
-def test_temperature_in_the_distribution():
+def test_temperature_in_the_distribution(choose_many):
     weights = DISTRIBUTION**2
-    counts = sampled(jnp.asarray(np.log(DISTRIBUTION) * 2, jnp.float32), 20_000)
+    counts = sampled(choose_many, jnp.asarray(np.log(DISTRIBUTION) * 2, jnp.float32), 20_000)
     statistic, freedom = chi_square(counts, weights / weights.sum())
     assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 4
 
@@ -270,7 +281,7 @@ def test_temperature_in_the_distribution():
 # --- penalties and bias ---
 
 
-def test_penalties_by_hand():
+def test_penalties_by_hand(run):
     logits = np.array([2.0, -1.0, 1.9, 0.5], np.float32)
     greedy = lambda **options: int(run(logits, row_params(4, **options)).token)  # noqa: E731
     assert greedy() == 0
@@ -285,7 +296,7 @@ def test_penalties_by_hand():
     assert greedy(**bias([(0, -INF), (2, -INF), (3, -INF)])) == 1
 
 
-def test_unused_options_change_no_bit():
+def test_unused_options_change_no_bit(run):
     """Neutral values and absent history leave the logits alone, so the noisy choice is the plain one's."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(50, 33)).astype(np.float32)
@@ -301,7 +312,7 @@ def test_unused_options_change_no_bit():
 
 @pytest.mark.parametrize("temperature", [0, 1, 1e-30, 100])
 @pytest.mark.parametrize("options", [dict(), dict(top_k=2), dict(top_p=0.5), dict(top_k=3, top_p=0.9, min_p=0.1)])
-def test_odd_logits_give_a_token_in_range(temperature, options):
+def test_odd_logits_give_a_token_in_range(run, temperature, options):
     rows = {
         "all NaN": ([NAN] * 6, range(6)),
         "all -inf": ([-INF] * 6, range(6)),
@@ -324,12 +335,12 @@ def test_odd_logits_give_a_token_in_range(temperature, options):
         assert ((np.asarray(choice.top_ids) >= -1) & (np.asarray(choice.top_ids) < 6)).all()
 
 
-def test_greedy_takes_the_lowest_id_on_ties():
+def test_greedy_takes_the_lowest_id_on_ties(run):
     assert int(run(np.array([1, 5, 5, 2, 5], np.float32), row_params(5)).token) == 1
     assert int(run(np.array([-0.0, 0.0], np.float32), row_params(2)).token) == 0
 
 
-def test_logprobs_only_when_asked_for():
+def test_logprobs_only_when_asked_for(run):
     logits = np.array([1.0, 3.0, 2.0], np.float32)
     normal = np.log(np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum())
     none = run(logits, row_params(3))
@@ -340,3 +351,26 @@ def test_logprobs_only_when_asked_for():
     top = run(logits, row_params(3, n_logprobs=2))
     assert np.asarray(top.top_ids)[:4].tolist() == [1, 2, 0, -1]
     np.testing.assert_allclose(top.top_logprobs[:3], normal[[1, 2, 0]], atol=1e-6)
+
+
+# --- drafts ---
+
+
+def test_accept_by_hand():
+    drafted = np.array([[1, 2, 3], [1, 2, 3], [5, 2, 3], [1, 2, 3], [1, 5, 3], [1, 2, 3]])
+    chosen = np.array([[1, 2, 3, 4]] * 6)
+    n_drafted = np.array([3, 1, 3, 99, 3, 0])
+    assert accept(drafted, n_drafted, chosen).tolist() == [3, 1, 0, 3, 1, 0]
+    assert accept(drafted[:0], n_drafted[:0], chosen[:0]).shape == (0,)
+    assert accept(np.zeros((2, 0), int), np.array([0, 4]), np.array([[7], [8]])).tolist() == [0, 0]  # W = 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6), st.integers(-2, 8))
+def test_accepted_drafts_are_the_longest_agreeing_start(pairs, n):
+    drafted, chosen = (np.array([[pair[i] for pair in pairs]], np.int32) for i in (0, 1))
+    got = int(accept(drafted, np.array([n], np.int32), np.pad(chosen, ((0, 0), (0, 1))))[0])
+    want = 0
+    while want < min(n, len(pairs)) and pairs[want][0] == pairs[want][1]:
+        want += 1
+    assert got == want

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from umbra.configs.engine import MAX_TOP_LOGPROBS
-from umbra.kernels.sample import Choice, RowParams, choose
+from umbra.kernels import native
+from umbra.kernels.sample import Choice, RowParams, choose, choose_rows
 from umbra.kernels.sample.reference import _noisy_scores
+
+alone = jax.jit(choose)
 
 
 def batch(rows, vocab, seed):
@@ -37,12 +40,8 @@ def take(tree, i):
     return jax.tree.map(lambda a: a[i], tree)
 
 
-def loop(logits, params):
-    rows = logits.shape[0]
-    top = jnp.zeros((rows, MAX_TOP_LOGPROBS))
-    out = Choice(jnp.zeros(rows, jnp.int32), jnp.zeros(rows), top.astype(jnp.int32), top)
-    body = lambda i, out: jax.tree.map(lambda a, b: a.at[i].set(b), out, choose(logits[i], take(params, i)))  # noqa: E731
-    return lax.fori_loop(0, rows, body, out)
+def loop(logits, params, backend="xla"):
+    return choose_rows(logits, params, jnp.ones(len(logits), bool), backend=backend)
 
 
 def assert_same_bits(a, b):
@@ -53,7 +52,6 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize(("rows", "vocab"), [(12, 37), (4, 49152)])
 def test_same_bits_in_any_program(rows, vocab):
     logits, params = batch(rows, vocab, vocab)
-    alone = jax.jit(choose)
     want = jax.tree.map(lambda *a: jnp.stack(a), *[alone(logits[i], take(params, i)) for i in range(rows)])
     assert_same_bits(alone(logits[0], take(params, 0)), take(want, 0))  # run twice
     assert_same_bits(jax.jit(loop)(logits, params), want)
@@ -94,3 +92,99 @@ def test_no_sort_over_the_vocabulary():
     logits, params = batch(1, 1000, 0)
     text = jax.jit(choose).lower(logits[0], take(params, 0)).as_text()
     assert "stablehlo.sort" not in text
+
+
+# --- the native backend against the reference alone ---
+
+every_instruction_set = pytest.mark.parametrize(
+    "cpu_backend", ["cpu-portable", "cpu-avx2", "cpu-avx512"], indirect=True, scope="module"
+)
+
+
+@pytest.fixture(scope="module")
+def run(cpu_backend):
+    return jax.jit(lambda logits, params, active: choose_rows(logits, params, active, backend=cpu_backend))
+
+
+def odd_batch(rows, vocab, seed):
+    """Rows and options of every kind, extreme ones included."""
+    rng = np.random.default_rng(seed)
+    _, params = batch(rows, vocab, seed)
+    pick = lambda *values: jnp.asarray(rng.choice(np.array(values, np.float32), rows))  # noqa: E731
+    params = params._replace(
+        temperature=pick(0, 0.7, 1, 1, 1.3, 100, 1e-30, 1e-40, np.inf, np.nan, -1),
+        top_k=jnp.asarray(rng.choice([0, 0, 0, 1, 5, 40, vocab - 1, vocab, 2**31 - 1, -1], rows), jnp.int32),
+        top_p=pick(1, 1, 1, 0.999, 0.95, 0.5, 1e-6, 0, -1, np.nan),
+        min_p=pick(0, 0, 0, 0.05, 1, 2, 1e-3, 1e-40, np.nan),
+        repetition=pick(1, 1, 1.1, 0.9, 1e-30),
+        presence=pick(0, 0, 0.3, -2, np.inf),
+        frequency=pick(0, 0, 0.7, -0.1, 1e30),
+    )
+    logits = rng.normal(size=(rows, vocab)) * rng.choice([0, 1e-38, 0.1, 1, 4, 20, 1e30], (rows, 1))
+    logits = np.where(rng.random((rows, 1)) < 0.2, np.round(logits), logits).astype(np.float32)
+    for value in (np.nan, np.inf, -np.inf, 1e-40, -0.0, 3.4e38, -3.4e38):
+        share = rng.choice([0.01, 0.5, 1], (rows, 1))
+        here = (rng.random((rows, 1)) < 0.15) & (rng.random((rows, vocab)) < share)
+        logits = np.where(here, np.float32(value), logits)
+    return jnp.asarray(logits), params
+
+
+def check_against_alone(run, logits, params, active):
+    got = run(logits, params, active)
+    assert_same_bits(run(logits, params, active), got)
+    none = take(Choice.none(1), 0)
+    for b in range(len(logits)):
+        assert_same_bits(take(got, b), alone(logits[b], take(params, b)) if active[b] else none)
+
+
+@every_instruction_set
+@settings(max_examples=40, deadline=None)
+@given(vocab=st.sampled_from([1, 2, 16, 61, 300, 4097]), seed=st.integers(0, 2**32 - 1))
+def test_odd_rows_give_the_bits_of_the_reference(run, vocab, seed):
+    logits, params = odd_batch(8, vocab, seed)
+    check_against_alone(run, logits, params, np.random.default_rng(seed).random(8) < 0.9)
+
+
+@every_instruction_set
+@pytest.mark.parametrize("vocab", [49152, 151936])
+def test_large_vocabularies_give_the_bits_of_the_reference(run, vocab):
+    logits, params = batch(6, vocab, vocab)
+    check_against_alone(run, logits, params, np.ones(6, bool))
+
+
+@every_instruction_set
+@pytest.mark.parametrize("scale", [1e-3, 1, 3, 10])
+def test_threshold_searches_give_the_bits_of_the_reference(run, scale):
+    """Flat rows and peaked ones, with thresholds all over the row."""
+    _, params = batch(12, 5000, 1)
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(12, 5000)) * scale, jnp.float32)
+    top_p = jnp.asarray([1, 0.9999, 0.99, 0.9, 0.7, 0.5, 0.2, 0.1, 0.01, 1e-4, 0.95, 0.8], jnp.float32)
+    top_k = jnp.asarray([4000, 0, 0, 0, 0, 3000, 50, 0, 0, 0, 2000, 1], jnp.int32)
+    params = params._replace(temperature=jnp.full(12, 0.8, jnp.float32), top_p=top_p, top_k=top_k)
+    for position in range(4):
+        moved = params._replace(position=params.position + position)
+        check_against_alone(run, logits, moved, np.ones(12, bool))
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_threads_do_not_matter():
+    run = jax.jit(lambda logits, params: loop(logits, params, "cpu"))
+    try:
+        for rows in (1, 5):
+            logits, params = batch(rows, 100_000, rows)
+            params = params._replace(temperature=jnp.full(rows, 1.1, jnp.float32))
+            results = []
+            for threads in (1, 2, 3, 4):
+                native.set_threads(threads)
+                results.append(run(logits, params))
+            for other in results[1:]:
+                assert_same_bits(other, results[0])
+    finally:
+        native.set_threads(None)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_the_native_call_refuses_wrong_shapes():
+    logits, params = batch(2, 10, 0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="umbra_sample: a field does not have the shape"):
+        jax.block_until_ready(loop(logits, params._replace(counts=params.counts[:, :5]), "cpu"))

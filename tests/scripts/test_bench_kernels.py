@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from umbra.configs.prompt_sets import DEFAULT, Prompt
-from umbra.scripts.bench import cli, expected, harness, kernels, passes, peaks, quality, systems
+from umbra.scripts.bench import cli, exact, expected, harness, kernels, passes, peaks, quality, systems
 from umbra.scripts.bench.busy import busy
 from umbra.scripts.bench.plan import Plan
 from umbra.scripts.bench.processes import BenchError
@@ -150,6 +150,17 @@ class Ops:
 
 class SlowOps(Ops):
     factor = 4
+
+class Exact(Fake):
+    def complete(self, sizes, prompts, max_tokens):
+        ids = [[sum(p) % 97 + i for i in range(max_tokens)] for p in prompts]
+        digests = [[token * 3 for token in made] for made in ids]
+        if sizes["threads"] == 4:
+            digests[1][-1] += 1
+        return {"ids": ids, "digests": digests, "numerics": "made up"}
+    def read(self, widths, texts, begins):
+        right = [[token * 3 for token in ids[begin:]] for ids, begin in zip(texts, begins, strict=True)]
+        return {str(width): right if width != 17 else [[0, *made[1:]] for made in right] for width in widths}
 """
 
 
@@ -162,6 +173,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(systems.ADAPTERS, system, "umbra_kernel_fakes:Fake")
     monkeypatch.setitem(systems.ADAPTERS, "kernels/umbra", "umbra_kernel_fakes:Ops")
     monkeypatch.setitem(systems.ADAPTERS, "kernels/umbra-xla", "umbra_kernel_fakes:SlowOps")
+    monkeypatch.setitem(systems.ADAPTERS, "exact/umbra", "umbra_kernel_fakes:Exact")
     monkeypatch.setattr(passes, "measure_peaks", lambda threads: PEAKS)
     monkeypatch.setattr(kernels, "measure_peaks", lambda threads: PEAKS)
 
@@ -249,6 +261,25 @@ def test_forms_are_read_from_text() -> None:
         quality.form("int8+kv")
 
 
+# ---- exactness
+
+
+def test_every_setting_that_changes_a_row_of_logits_is_named(fakes: None) -> None:
+    report = exact.run(plan("exact", limit=3, max_tokens=4), lambda text: None)
+    assert report["differences"] == "16 at once, chunks of 300, 4 threads; passes of 17"
+    summary = report["summary"]["umbra"]
+    assert (summary["requests"], summary["rows_of_logits"]) == (6, 24), "every prompt, greedy and seeded"
+    assert summary["settings"] - summary["identical"] == 2
+    row = next(row for row in report["rows"] if "4 threads" in row["category"])
+    assert (row["same_ids"], row["answers"], row["same_logits"], row["logits"]) == (6, 6, 23, 24)
+    assert report["settings"]["systems"]["umbra"]["numerics"] == "made up"
+
+
+def test_an_answer_that_leaves_no_room_for_prompts_is_refused(fakes: None) -> None:
+    with pytest.raises(BenchError, match="answers of 2048 tokens do not fit a context of 2048"):
+        exact.run(plan("exact", max_tokens=2048), lambda text: None)
+
+
 # ---- operations
 
 
@@ -281,7 +312,7 @@ def test_the_probe_measures_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     if any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         measured = peaks.measure_peaks(2)
         assert measured.how.startswith("native probe") and measured.read_bytes_s > 1e8
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(peaks, "_build", lambda: None)
     plain = peaks.measure_peaks(1)
     assert plain.how.startswith("numpy") and plain.read_bytes_s > 1e8 and plain.int8_ops_s is None
     best = peaks.best([plain, dataclasses.replace(plain, read_bytes_s=1e15)])
@@ -330,15 +361,23 @@ def test_a_void_run_is_written_said_and_fails(
     [
         ["passes", "--context", "300", "--widths", "1,5", "--rounds", "1"],
         ["quality", "--limit", "2", "--max-tokens", "40"],
+        ["exact", "--limit", "2", "--max-tokens", "6"],
+        ["kernels", "--ops", "head,sample", "--row-counts", "5", "--rounds", "1"],
     ],
     ids=lambda argv: argv[0],
 )
-def test_benchmarks_of_the_tiny_model(tmp_path: Path, argv: list[str]) -> None:
+def test_benchmarks_of_the_tiny_model(tmp_path: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peaks, "BYTES", 8 << 20)
     out = tmp_path / "report.json"
     assert cli.main([*argv, "--model", "tiny", "--threads", "1", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["rows"] and report["machine"]["instructions"]
     if argv[0] == "quality":
         assert report["summary"]["umbra-float32"]["agreement"] == 100, "passes of 32 tokens give what decoding gave"
-    else:
+    elif argv[0] == "passes":
         assert report["summary"]["umbra"]["pass_5_over_1"] > 0
+    elif argv[0] == "exact":
+        assert report["differences"] is None and report["summary"]["umbra"]["settings"] >= 17
+    else:
+        assert all(row["us"] > 0 and row["share"] > 0 for row in report["rows"])
+        assert {row["system"] for row in report["rows"]} == {"umbra", "umbra-xla"}

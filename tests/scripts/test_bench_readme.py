@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,97 @@ def test_a_missing_mark_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_every_mark_of_the_readme_can_be_filled() -> None:
-    text = readme.README.read_text()
-    marks = {"machine", "start", "decode", "prefill", "batch", "serve", "tpu"}
-    assert all(readme.replace(text, name, "x")[1] for name in marks)
+    marks = set(re.findall(r"<!-- measured: (\S+) -->", readme.README.read_text()))
+    more = {mark for marks_of_bench in readme.ALSO.values() for mark in marks_of_bench}
+    assert marks >= {"machine", "start", "decode", "prefill", "batch", "serve", "tpu"}
+    assert {mark for mark in marks if not mark.startswith("batch")} <= {"machine", "tpu", *readme.RENDER, *more}
+
+
+def test_a_void_report_is_refused(tmp_path: Path, capsys) -> None:
+    report = tmp_path / "decode.json"
+    report.write_text(json.dumps({**DECODE, "void": "llama.cpp was slow"}))
+    assert readme.main([str(report)]) == 1
+    assert "is of a void run: llama.cpp was slow" in capsys.readouterr().err
+
+
+def test_busy_neighbours_have_a_mark_of_their_own() -> None:
+    quiet_and_busy = {
+        "between_p50_ms": 4.0, "between_p99_ms": 5.0, "busy_between_p50_ms": 6.0, "busy_between_p99_ms": 20.0,
+        "busy_p50_ratio": 1.5, "busy_p99_ratio": 4.0,
+    }  # fmt: skip
+    report = {**DECODE, "summary": {"umbra": {"tok_s": 250.0, **quiet_and_busy}}, "ratio": {}}
+    made = readme.figures([report])
+    assert made["busy"] == "umbra: p50 4.0 to 6.0 ms (1.50x), p99 5.0 to 20.0 ms (4.00x); medians of 3 rounds"
+    assert "busy" not in readme.figures([DECODE])
+
+
+def test_streams_tell_decoding_apart_and_are_marked_by_their_number() -> None:
+    report = {
+        **DECODE,
+        "bench": "batch",
+        "settings": {"rounds": 1, "sequences": 16},
+        "summary": {"umbra": {"tok_s": 600.0, "decode_tok_s": 800.0}, "llama.cpp": {"tok_s": 60, "decode_tok_s": 80.0}},
+        "ratio": {"llama.cpp": 10.0},
+        "ratios": {"decode_tok_s": {"llama.cpp": 10.0}},
+    }
+    assert readme.figures([report])["batch16"] == (
+        "prompts included: **600.0 tokens/s**; llama.cpp 60 (ours is 10.00x); one round. "
+        "Decoding only: **800 tokens/s**; llama.cpp 80 (ours is 10.00x)"
+    )
+
+
+PEAKS = {"read_bytes_s": 25e9, "int8_ops_s": 370e9, "float32_ops_s": None, "how": "by a probe"}
+
+
+def test_passes_and_context() -> None:
+    ours = {
+        "plain_ms": 4.0, "pass_1_over_1": 1.0, "pass_5_over_1": 1.4, "context_added_ms": 4.2, "context_read_ms": 3.5,
+        "context_over_read": 1.2,
+    }  # fmt: skip
+    report = {
+        **DECODE,
+        "bench": "passes",
+        "settings": {"rounds": 3, "widths": [1, 5], "prompt_tokens": 8000, "systems": {"peaks": PEAKS}},
+        "summary": {"umbra": ours},
+    }
+    made = readme.figures([report])
+    assert made["passes"] == "4.00 ms for one token; of 1: 1.00x, 5: 1.40x; medians of 3 rounds"
+    assert made["context"].startswith(
+        "4.20 ms for 8,000 tokens, 1.20x the 3.50 ms that reading their KV takes at the 25"
+    )
+
+
+def test_operations_are_a_table() -> None:
+    row = {"id": "linear o, 1 row", "us": 20.0, "bytes_s": 10e9, "ops_s": 30e9, "share": 0.4, "bound": "memory"}
+    report = {
+        **DECODE,
+        "bench": "kernels",
+        "settings": {"rounds": 3, "systems": {"peaks": PEAKS}},
+        "summary": {"umbra": {"table_walk_over_contiguous": 1.1}, "umbra-xla": {}},
+        "rows": [{"system": "umbra", **row}, {"system": "umbra-xla", **row, "us": 80.0}],
+    }
+    made = readme.figures([report])
+    assert made["kernels"].startswith("\nPeaks: 25 GB/s, 370 Gop/s int8 (by a probe).\n\n| operation | time |")
+    assert "| linear o, 1 row | 20.0 us | 10.0 | 30.0 | 40 % (memory) | 80 us, 4.0x |" in made["kernels"]
+    assert made["walk"] == "1.10x"
+
+
+def test_quality_and_embeddings_are_tables() -> None:
+    def entry(agreement: float, change: float, megabytes: float) -> dict:
+        return {
+            "agreement": agreement, "perplexity": 1.7, "perplexity_change": change, "tokens": 3000,
+            "weight_mb": 96.0, "embedding_mb": megabytes,
+        }  # fmt: skip
+
+    split = "umbra-auto+embedding=4096:int8,int4"
+    names = {"umbra-float32": entry(100, 0, 113), "umbra": entry(98.1, 0.3, 30), split: entry(97.9, 0.5, 19)}
+    report = {
+        **DECODE,
+        "bench": "quality",
+        "settings": {"systems": {name: {"weights": "w"} for name in names}},
+        "summary": names,
+    }
+    made = readme.figures([report])
+    assert "| umbra | 98.1 % | 1.7000 (+0.30 %) | w, 96 MB |" in made["quality"]
+    assert "4096" not in made["quality"] and "3,000 tokens" in made["quality"]
+    assert "| 4096:int8,int4 | 97.9 % | 1.7000 (+0.50 %) | 19.0 | 11.0 |" in made["embedding"]

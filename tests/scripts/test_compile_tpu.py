@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,30 @@ import pytest
 import umbra
 from umbra.configs.engine import BLOCK, EngineConfig
 from umbra.configs.models import named
-from umbra.kernels.attention.reference import GROUP
+from umbra.kernels.attention import KVFormat
+from umbra.kernels.attention.reference import TILE
+from umbra.kernels.backend import Kernels, choose
 from umbra.scripts.tpu import assume, chips
+from umbra.scripts.tpu.jobs import decode_jobs, engine_jobs
 
 SCRIPT = Path(umbra.__file__).parent / "scripts" / "compile_tpu.py"
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, SCRIPT, *args], capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    """Programs for a topology cannot be read back from the compilation cache without a TPU."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +49,24 @@ def mesh() -> Any:
     return make_mesh(chips.devices("v5e:2x2"), named("tiny"))
 
 
+def target(mesh: Any, **changed: Any) -> Any:
+    from umbra.scripts.tpu.jobs import Target
+
+    how: dict[str, Any] = dict(
+        config=named("tiny"), mesh=mesh, kernels=Kernels("tpu", "tpu", "xla"), quant="none", kv="auto", context=300,
+        sampling="greedy", decode_steps=2,
+    )  # fmt: skip
+    return Target(**how | changed)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (x86-64 Linux)")
     out = tmp_path_factory.mktemp("tpu") / "report.json"
-    done = run("--model", "tiny", "--slots", "4", "--decode-steps", "2", "--context", "300", "--json", str(out))
+    done = run(
+        "--model", "tiny", "--slots", "4", "--decode-steps", "2", "--context", "300", "--sequences", "2,4",
+        "--json", str(out),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "tok/s" in done.stdout
     return json.loads(out.read_text())
@@ -44,11 +75,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_server_warms_up_the_same_programs(mesh: Any) -> None:
     """What an engine compiles before it is ready is the list that is compiled for a TPU, in names and shapes."""
     import jax
-    import jax.numpy as jnp
 
     from umbra.model.load import load_model
     from umbra.serving.engine import Engine, Program
-    from umbra.serving.engine.programs import programs
 
     def described(listed: list[Program], shards: int) -> list[tuple[str, str, Any]]:
         """Names, kinds and shapes of the step's input per data shard."""
@@ -61,17 +90,25 @@ def test_the_server_warms_up_the_same_programs(mesh: Any) -> None:
         engine.start()
         assert engine.device.compiled == {program.kind for program in engine.programs}
         warmed = described(engine.programs, 1)
-    assert warmed == described(programs(named("tiny"), config, mesh, dtype=jnp.bfloat16), mesh.shape["data"])
+    assert warmed == described(target(mesh).programs(config), mesh.shape["data"])
 
 
 def test_compiles_exactly_the_programs_of_the_engine(report: dict[str, Any], mesh: Any) -> None:
-    import jax.numpy as jnp
-
-    from umbra.serving.engine.programs import programs
-
-    listed = programs(named("tiny"), EngineConfig(slots=4, decode_steps=2), mesh, dtype=jnp.bfloat16)
+    """And the decode step for other numbers of sequences."""
+    listed = target(mesh).programs(EngineConfig(slots=4, decode_steps=2))
+    listed += [p for p in target(mesh).programs(EngineConfig(slots=2, decode_steps=2)) if p.kind == "decode"]
     wanted = [(p.name, p.kind, p.sequences, p.width) for p in listed]
     assert [(r["name"], r["kind"], r["sequences"], r["width"]) for r in report["programs"]] == wanted
+
+
+def test_our_kernels_are_in_the_steps(report: dict[str, Any]) -> None:
+    for row in report["programs"]:
+        if row["kind"] in ("prefill", "decode"):
+            assert row["kernel_calls"] == {"umbra_attention": named("tiny").n_layers, "umbra_greedy_head": 1}
+            assert row["custom_kernels"] == sorted(row["kernel_calls"])
+            assert row["operations"]["kernel"] == sum(row["kernel_calls"].values())
+            assert row["operations"]["collective"] > 0
+    assert report["settings"]["kernels"] == {"linear": "tpu", "attention": "tpu", "sample": "xla"}
 
 
 def test_every_program_compiles_and_fits(report: dict[str, Any]) -> None:
@@ -84,7 +121,7 @@ def test_every_program_compiles_and_fits(report: dict[str, Any]) -> None:
 
 
 def test_figures_of_a_step(report: dict[str, Any]) -> None:
-    rows = {row["kind"]: row for row in report["programs"]}
+    rows = {row["kind"]: row for row in report["programs"] if row["sequences"] == 4}
     for kind in ("prefill", "decode", "decode_n"):
         row = rows[kind]
         assert row["bytes_ratio"] == pytest.approx(row["bytes_accessed"] / row["min_bytes"])
@@ -101,15 +138,59 @@ def test_figures_of_a_step(report: dict[str, Any]) -> None:
     assert rows["admit"]["predicted_tok_s"] is None
 
 
-def test_products_are_counted_in_full(report: dict[str, Any]) -> None:
-    """Layers for every row, the head for every slot, attention for every span of 128 tokens: on one of two shards."""
+@pytest.mark.parametrize(("kernels", "quant"), [("xla", "none"), ("tpu", "none"), ("tpu", "int8")])
+def test_products_are_counted_in_full(mesh: Any, uncached: None, kernels: str, quant: str) -> None:
+    """Layers for every row, the head for every slot, attention for every span of 128 tokens: on one of two shards.
+    Plain JAX attends with whole tiles of queries."""
+    from umbra.scripts.tpu import report
+
     c, slots, spans = named("tiny"), 4, 3
-    (decode,) = (row for row in report["programs"] if row["kind"] == "decode")
+    how = target(mesh, kernels=choose("tpu", kernels).kernels, quant=quant)
+    (job,) = (job for job in engine_jobs(how, slots) if job.program.kind == "decode")
+    decode = report.row(job, mesh, chips.CHIPS["v5e"])
     projections = 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
     layers = decode["width"] * c.n_layers * (projections + 3 * c.d_model * c.d_ff)
     head = slots * c.vocab_size * c.d_model
-    attention = slots * c.n_layers * spans * 2 * GROUP * c.n_heads * BLOCK * c.head_dim
+    rows = TILE if kernels == "xla" else 1
+    attention = slots * c.n_layers * spans * 2 * rows * c.n_heads * BLOCK * c.head_dim
     assert decode["flops"] == pytest.approx(2 * (layers + head + attention) / 2, rel=0.02)
+    assert [text for text in decode["assumptions"].values() if "unknown" in text] == []
+
+
+def test_a_pass_of_several_tokens(mesh: Any) -> None:
+    """Five tokens of each sequence read its KV once, and the weights once."""
+    one, five = decode_jobs(target(mesh), (2,), (1, 5))
+    assert (one.program.kind, five.program.kind) == ("decode", "prefill")
+    assert five.load.lengths(five.program) == ([300, 300], [5, 5])
+    assert five.load.tokens_per_run(five.program, mesh) == 2 * 5 * mesh.shape["data"]
+    work = [job.load.attention(job.program, mesh, "v5e") for job in (one, five)]
+    assert work[1].flops == 5 * work[0].flops
+    assert work[1].bytes < 1.1 * work[0].bytes
+    assert one.load.min_bytes(one.program, mesh) < five.load.min_bytes(five.program, mesh)
+
+
+def test_a_context_longer_than_the_default(mesh: Any) -> None:
+    """The pool has room for what is assumed to be in it."""
+    how = target(mesh, config=named("llama-3.1-8b"), context=44_000)
+    engine = how.engine(8)
+    assert engine.context(how.config) >= 44_001
+    assert engine.pool_blocks(how.config, 1) > 8 * (44_000 // BLOCK)
+
+
+def test_weights_that_must_be_read(mesh: Any) -> None:
+    """int8 is one byte a weight and a scale a channel; a mere embedding counts the rows of the step's tokens."""
+    c = dataclasses.replace(named("tiny"), tied_embeddings=False)
+    matrices = c.n_layers * (2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads) + 3 * c.d_model * c.d_ff)
+    channels = c.n_layers * (c.head_dim * (c.n_heads + 2 * c.n_kv_heads) + 2 * c.d_model + 2 * c.d_ff)
+    norms = (2 * c.n_layers + 1) * c.d_model
+    split = mesh.shape["model"]
+    plain = (matrices + c.vocab_size * c.d_model) / split + norms + 8 * c.d_model / split
+    assert assume.weight_bytes(c, target(mesh, config=c).params(), 8) == pytest.approx(2 * plain, rel=1e-9)
+    # Scales of what is split along its inputs are on every chip, and norms are float32.
+    whole = c.n_layers * 2 * c.d_model
+    scales = (channels - whole + c.vocab_size) / split + whole
+    int8 = (matrices + c.vocab_size * c.d_model) / split + 4 * scales + 4 * norms + 8 * (c.d_model + 4) / split
+    assert assume.weight_bytes(c, target(mesh, config=c, quant="int8").params(), 8) == pytest.approx(int8, rel=1e-9)
 
 
 def test_every_loop_is_understood(report: dict[str, Any]) -> None:
@@ -120,7 +201,7 @@ def test_every_loop_is_understood(report: dict[str, Any]) -> None:
 
 
 def test_load_of_a_model_with_sliding_windows() -> None:
-    load = assume.Load(named("gemma3-270m"), EngineConfig(), 1024)
+    load = assume.Load(named("gemma3-270m"), EngineConfig(), KVFormat("bfloat16"), 1024)
     assert load.seen == [512, 512, 512, 512, 512, 1024] * 3
     assert load.spans == pytest.approx((5 * 4 + 8) / 6)
 
@@ -134,6 +215,9 @@ def test_load_of_a_model_with_sliding_windows() -> None:
         (["--mesh", "data=3,model=1"], "needs 3 devices; there are 4"),
         (["--mesh", "rows=2"], "data=2,model=4"),
         (["--context", "100000"], "may be at most 8192"),
+        (["--sequences", "1,x"], "at least 1"),
+        (["--quant", "int2"], "supported: none, int8, int4"),
+        (["--kernels", "cpu"], "supported: auto, xla, tpu"),
         (["--slots", "0"], "at least 1"),
         (["--level", "high"], "--level"),
     ],

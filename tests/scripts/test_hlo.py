@@ -88,6 +88,24 @@ def test_instruction_fields() -> None:
     assert module.source(instructions["g"]) == "step.py:run_pass"
 
 
+def test_work_handed_to_another_core() -> None:
+    """A v6e scatters on its sparse cores: a call that starts and ends elsewhere, in computations of that thread."""
+    module = parse("""
+        %there (x: f32[1024]) -> f32[1024] {
+          %x = f32[1024]{0} parameter(0)
+          ROOT %y = f32[1024]{0} negate(%x)
+        }, execution_thread="sparsecore"
+
+        ENTRY %main (x: f32[1024]) -> f32[1024] {
+          %x = f32[1024]{0} parameter(0)
+          %s = ((f32[1024]{0}), f32[1024]{0}, u32[]{:S(8)}) call-start(%x), async_execution_thread="sparsecore", to_apply=%there
+          ROOT %d = f32[1024]{0} call-done(%s)
+        }
+        """)  # noqa: E501 (one instruction is one line)
+    assert set(module.computations) == {"there", "main"}
+    assert traffic.count(module).bytes == 2 * 4096
+
+
 def test_text_that_is_not_a_program() -> None:
     with pytest.raises(hlo.HloError, match="no ENTRY computation"):
         hlo.parse("hello")
@@ -153,7 +171,7 @@ def test_a_loop_that_depends_on_data_is_asked_for_and_listed() -> None:
         asked.append((source, op_name))
         return 7, "seven"
 
-    seven = traffic.count(parse(text), assume)
+    seven = traffic.count(parse(text), traffic.Assume(loop=assume))
     assert asked == [("", "jit(f)/while")]
     assert seven.assumptions == {"loop jit(f)/while": "7 iterations: seven"}
     assert seven.by_operation["negate"] == 7 * once.by_operation["negate"] == 7 * 2 * 4096
@@ -237,6 +255,92 @@ def test_kernels_and_buffers_they_update_in_place() -> None:
     assert list(counted.assumptions) == ["kernel attend"]
 
 
+KERNEL = """
+ENTRY %main (i: s32[1], x: f32[8,128], w: s8[4,512,128]) -> f32[8,512] {{
+  %i = s32[1]{{0}} parameter(0)
+  %x = f32[8,128]{{1,0{x}}} parameter(1)
+  %w = s8[4,512,128]{{2,1,0}} parameter(2)
+  ROOT %product.3 = f32[8,512]{{1,0}} custom-call(%i, %x, %w), custom_call_target="tpu_custom_call", frontend_attributes={{kernel_metadata={{
+"reads":"0,4096,65536",
+"writes":"{writes}"
+}}}}, metadata={{op_name="jit(f)/product"}}, backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"9"}}}}}}
+}}
+"""  # noqa: E501 (one instruction is one line)
+
+
+def test_a_kernel_moves_what_its_metadata_says() -> None:
+    """Of each operand, if it is in HBM: here one of four layers of a stack. XLA prints metadata over several lines."""
+    counted = traffic.count(parse(KERNEL.format(x="", writes="16384")))
+    assert counted.bytes == 4096 + 65536 + 16384
+    assert counted.by_operation == {"jit(f)/product": counted.bytes}
+    on_chip = traffic.count(parse(KERNEL.format(x=":T(8,128)S(1)", writes="16384")))
+    assert on_chip.bytes == 65536 + 16384
+    with pytest.raises(hlo.HloError, match="declares 3 reads and 2 writes; it has 3 operands and 1 results"):
+        traffic.count(parse(KERNEL.format(x="", writes="16384,1")))
+
+
+def test_what_a_kernel_moves_depending_on_data_is_asked_for() -> None:
+    text = KERNEL.format(x="", writes="16384")
+    work = traffic.KernelWork(bytes=1000.0, flops=5.0, why="ten blocks")
+    asked = traffic.Assume(kernel=lambda name: work if name == "product" else None)
+    counted = traffic.count(parse(text), asked)
+    declared = traffic.count(parse(text))
+    assert counted.bytes == declared.bytes + 1000
+    assert (declared.flops, counted.flops) == (9, 5)
+    assert counted.assumptions == {"kernel product": "1,000 bytes besides its dense operands: ten blocks"}
+
+
+BRANCHES = """
+    %cheap (x: f32[1024]) -> f32[1024] {{
+      ROOT %x = f32[1024]{{0}} parameter(0)
+    }}
+
+    %dear (x: f32[1024]) -> f32[1024] {{
+      %x = f32[1024]{{0}} parameter(0)
+      ROOT %y = f32[1024]{{0}} negate(%x)
+    }}
+
+    ENTRY %main (p: pred[], x: f32[1024]) -> f32[1024] {{
+      %p = pred[] parameter(0)
+      %x = f32[1024]{{0}} parameter(1)
+      ROOT %c = f32[1024]{{0}} conditional(%p, %x, %x), {branches}, metadata={{op_name="jit(f)/cond"}}
+    }}
+    """
+
+
+@pytest.mark.parametrize(
+    "branches", ["branch_computations={%cheap, %dear}", "true_computation=%dear, false_computation=%cheap"]
+)
+def test_branches(branches: str) -> None:
+    """The most expensive one, unless it is known which one is taken: index 0 is the one for false."""
+    module = parse(BRANCHES.format(branches=branches))
+    assert traffic.count(module).bytes == 2 * 4096
+    taken = traffic.count(module, traffic.Assume(branch=lambda source, op_name: (0, "never asked for")))
+    assert taken.bytes == 0
+    assert taken.assumptions == {"conditional jit(f)/cond": "branch 0: never asked for"}
+
+
+def test_operations_are_counted_by_kind() -> None:
+    module = parse("""
+        %fused (p0: f32[1024]) -> f32[1024] {
+          %p0 = f32[1024]{0} parameter(0)
+          ROOT %n = f32[1024]{0} negate(%p0)
+        }
+
+        ENTRY %main (x: f32[1024], i: s32[]) -> f32[1024] {
+          %x = f32[1024]{0} parameter(0)
+          %i = s32[] parameter(1)
+          %j = s32[] add(%i, %i)
+          %f = f32[1024]{0} fusion(%x), kind=kLoop, calls=%fused
+          %s = (f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%f)
+          %d = f32[1024]{0:S(1)} copy-done(%s)
+          %r = f32[1024]{0} all-reduce(%d), to_apply=%fused
+          ROOT %k = f32[1024]{0} custom-call(%r), custom_call_target="tpu_custom_call"
+        }
+        """)
+    assert traffic.count(module).operations == {"fusion": 1, "copy": 1, "collective": 1, "kernel": 1}
+
+
 def test_flops_of_a_batched_product_written_as_a_convolution() -> None:
     """Eight products of [16, 32] with [32, 64]: XLA lays the batch along a dilated spatial dimension."""
     module = parse("""
@@ -266,7 +370,7 @@ def compiled(mesh, fn, *shapes, dtype=jnp.bfloat16, donate=(), specs=None, assum
         for shape, spec in zip(shapes, specs, strict=True)
     ]
     text = jax.jit(fn, donate_argnums=donate).lower(*args).compile().as_text()
-    return traffic.count(hlo.parse(text), assume) if assume else traffic.count(hlo.parse(text))
+    return traffic.count(hlo.parse(text), assume or traffic.Assume())
 
 
 def close(got: float, expected: float) -> bool:
@@ -301,7 +405,8 @@ def test_loop_over_stacked_weights(mesh: Mesh, form: str) -> None:
         wanted.append(source.rpartition(".")[2])
         return layers, "all layers"
 
-    counted = compiled(mesh, fn, *shapes[: 3 if form == "dynamic" else 2], assume=assume)
+    shapes = shapes[: 3 if form == "dynamic" else 2]
+    counted = compiled(mesh, fn, *shapes, assume=traffic.Assume(loop=assume))
     assert close(counted.bytes, 2 * (layers * width * width + 2 * 16 * width))
     assert counted.flops == layers * 2 * 16 * width * width
     assert wanted == (["dynamic"] if form == "dynamic" else [])

@@ -89,8 +89,8 @@ struct LinearKernels {
   void (*product)(const Product& product);
   // Makes row `row` of `rows`; `scratch` has room for `in` floats, padded to a multiple of 32.
   void (*prepare)(const Preparation& preparation, int64_t row, float* scratch, const Rows& rows);
-  // y [n] becomes norm(y) * weight, plus `residual` (null: nothing).
-  void (*finish)(float* y, int64_t n, const float* weight, float epsilon, const float* residual);
+  // y [n] = norm(x) * weight, plus `residual` (null: nothing; it may be y).
+  void (*finish)(const float* x, int64_t n, const float* weight, float epsilon, const float* residual, float* y);
   // logits [n], n a multiple of 16, the first of them channel `channel`.
   Summary (*summarise)(const float* logits, int64_t n, int32_t channel);
   // Lowest most likely channel, its logit and the log-sum-exp of a row, from its parts in ascending order.

@@ -21,6 +21,8 @@ constexpr int kAhead = 1024;
 // Pins a value to this place: the compiler would do all multiplications first and run out of registers.
 inline void keep(Ints& value) { asm("" : "+x"(value)); }
 
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const Ints*>(p)); }
 
 // Eight channels' scales or minima.
@@ -243,11 +245,12 @@ __attribute__((noinline)) void walk(const Product& p, int64_t larger) {
     data[s] = p.matrix->data + p.block[s] * groups * kBytes;
     supers[s] = kSuperBytes ? p.matrix->supers + p.block[s] * (groups / kSuper) * kSuperBytes : nullptr;
   }
+  for (int64_t line = 0; line < kAhead; line += 64)
+    for (int s = 0; s < p.n_blocks; ++s) prefetch(data[s] + line);
   for (int64_t g = 0; g < groups; ++g) {
     for (int s = 0; s < p.n_blocks; ++s) {
       const uint8_t* const w = data[s] + g * kBytes;
-      for (int64_t line = 0; line < kBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead + line, _MM_HINT_T0);
+      for (int64_t line = 0; line < kBytes; line += 64) prefetch(w + kAhead + line);
       group_tiles<form, M, unpack>(w, supers[s] + g / kSuper * kSuperBytes, *p.rows, g, p.first, larger, p.n,
                                    p.out + s * p.n * kChannels);
     }

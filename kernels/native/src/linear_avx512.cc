@@ -16,6 +16,8 @@ using Floats = __m512;
 constexpr int kAhead = 1024;   // bytes read ahead of each stream
 constexpr int kMostRows = 8;   // of a tile, by the registers it needs
 
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
 inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 
 inline Floats halves(const uint8_t* p) {
@@ -102,11 +104,12 @@ void walk(const Product& p, int64_t larger) {
     data[s] = p.matrix->data + p.block[s] * groups * kBytes;
     supers[s] = kSuperBytes ? p.matrix->supers + p.block[s] * (groups / kSuper) * kSuperBytes : nullptr;
   }
+  for (int64_t line = 0; line < kAhead; line += 64)
+    for (int s = 0; s < p.n_blocks; ++s) prefetch(data[s] + line);
   for (int64_t g = 0; g < groups; ++g) {
     for (int s = 0; s < p.n_blocks; ++s) {
       const uint8_t* const w = data[s] + g * kBytes;
-      for (int64_t line = 0; line < kBytes; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead + line, _MM_HINT_T0);
+      for (int64_t line = 0; line < kBytes; line += 64) prefetch(w + kAhead + line);
       const Group<form> group(w, supers[s] + g / kSuper * kSuperBytes);
       float* const out = p.out + s * p.n * kChannels;
       const int64_t at = g * p.rows->count + p.first;

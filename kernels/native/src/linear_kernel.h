@@ -196,8 +196,8 @@ UMBRA_INLINE void combine_parts(const Summary* parts, int64_t count, int32_t* to
 namespace {
 
 void prepare(const Preparation& p, int64_t row, float* scratch, const Rows& rows) { prepare_row(p, row, scratch, rows); }
-void finish(float* y, int64_t n, const float* weight, float epsilon, const float* residual) {
-  finish_row(y, n, weight, epsilon, residual);
+void finish(const float* x, int64_t n, const float* weight, float epsilon, const float* residual, float* y) {
+  finish_row(x, n, weight, epsilon, residual, y);
 }
 Summary summarise(const float* logits, int64_t n, int32_t channel) { return summary_of(logits, n, channel); }
 void combine(const Summary* parts, int64_t count, int32_t* token, float* highest, float* log_sum) {

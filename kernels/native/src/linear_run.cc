@@ -122,34 +122,52 @@ void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& ro
   }
 }
 
-struct Chunk {
-  const Target* target;
-  int64_t first, count;  // blocks
+// How the blocks of a call's matrices are cut into chunks.
+struct Plan {
+  int64_t size[kMaxMatrices];  // blocks of one chunk
+  int64_t end[kMaxMatrices];   // chunks up to and with a matrix
+  int64_t chunks = 0;
+
+  explicit Plan(const LinearCall& call) {
+    double total = 0;
+    for (int i = 0; i < call.n_targets; ++i) {
+      const Matrix& m = call.targets[i].matrix;
+      total += block_cost(m, call.n_rows) * static_cast<double>(m.blocks());
+    }
+    const double cost = chunk_cost(total);
+    const int streams = streams_for(call.n_rows);
+    for (int i = 0; i < call.n_targets; ++i) {
+      const Matrix& m = call.targets[i].matrix;
+      const auto wanted = static_cast<int64_t>(cost / block_cost(m, call.n_rows));
+      size[i] = std::max<int64_t>(1, (wanted + streams - 1) / streams) * streams;
+      end[i] = chunks += (m.blocks() + size[i] - 1) / size[i];
+    }
+  }
 };
 
-void write_block(const LinearCall& call, const Target& target, int64_t block, int64_t row, int64_t n, const float* out) {
+// Results of a block with their bias and residual, into `to` [R, out].
+void write_block(const Target& target, const float* residuals, float* to, int64_t block, int64_t row, int64_t n,
+                 const float* out) {
   const int64_t width = target.matrix.out, first = block * kChannels;
   const int64_t channels = std::min<int64_t>(kChannels, width - first);
-  const bool add = call.residual && !call.post_norm;  // else it is added after the norm
   for (int64_t r = 0; r < n; ++r) {
-    float* const y = target.y + (row + r) * width + first;
-    const float* const residual = call.residual + (add ? (row + r) * width + first : 0);
+    const int64_t at = (row + r) * width + first;
     for (int64_t c = 0; c < channels; ++c) {
       float value = out[r * kChannels + c];
       if (target.bias) value += target.bias[first + c];
-      y[c] = add ? residual[c] + value : value;
+      to[at + c] = residuals ? residuals[at + c] + value : value;
     }
   }
 }
 
-void finish_rows(const LinearKernels& kernels, const LinearCall& call) {
+void finish_rows(const LinearKernels& kernels, const LinearCall& call, const float* raw) {
   const Target& target = call.targets[0];
   const int64_t width = target.matrix.out;
   const int64_t each = std::max<int64_t>(1, static_cast<int64_t>(kClaim / (0.2 * static_cast<double>(width))));
   const auto some = [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row)
-      kernels.finish(target.y + row * width, width, call.post_norm, call.post_epsilon,
-                     call.residual ? call.residual + row * width : nullptr);
+      kernels.finish(raw + row * width, width, call.post_norm, call.post_epsilon,
+                     call.residual ? call.residual + row * width : nullptr, target.y + row * width);
   };
   if (call.n_rows <= each) return some(0, call.n_rows);
   parallel_for((call.n_rows + each - 1) / each,
@@ -163,38 +181,30 @@ void run_linear(const LinearCall& call) {
   const FloatMode mode;
   const LinearKernels& kernels = linear_kernels();
   Pieces sizes(nullptr);
+  const int64_t raw_size = call.post_norm ? call.n_rows * call.targets[0].matrix.out : 0;
   lay_out(sizes, kernels, call.preparation, call.n_rows);
+  sizes.take<float>(raw_size);
   Pieces pieces(call_scratch.get(sizes.size()));
   const Rows rows = lay_out(pieces, kernels, call.preparation, call.n_rows);
+  float* const raw = call.post_norm ? pieces.take<float>(raw_size) : nullptr;  // y may be the residual's memory
+  const float* const residuals = raw ? nullptr : call.residual;
   prepare_rows(kernels, call.preparation, rows);
 
-  double total = 0;
-  for (int i = 0; i < call.n_targets; ++i) {
-    const Matrix& m = call.targets[i].matrix;
-    total += block_cost(m, call.n_rows) * static_cast<double>(m.blocks());
-  }
-  const double cost = chunk_cost(total);
-  const int streams = streams_for(call.n_rows);
-  int64_t size[kMaxMatrices], end[kMaxMatrices], chunks = 0;  // blocks of a chunk, chunks up to and with a target
-  for (int i = 0; i < call.n_targets; ++i) {
-    const Matrix& m = call.targets[i].matrix;
-    const auto wanted = static_cast<int64_t>(cost / block_cost(m, call.n_rows));
-    size[i] = std::max<int64_t>(1, (wanted + streams - 1) / streams) * streams;
-    end[i] = chunks += (m.blocks() + size[i] - 1) / size[i];
-  }
-  parallel_for(chunks, [&](int64_t chunk) {
+  const Plan plan(call);
+  parallel_for(plan.chunks, [&](int64_t chunk) {
     int i = 0;
-    while (chunk >= end[i]) ++i;
+    while (chunk >= plan.end[i]) ++i;
     const Target& target = call.targets[i];
-    const int64_t first = (chunk - (i ? end[i - 1] : 0)) * size[i];
-    const int64_t count = std::min(size[i], target.matrix.blocks() - first);
+    const int64_t first = (chunk - (i ? plan.end[i - 1] : 0)) * plan.size[i];
+    const int64_t count = std::min(plan.size[i], target.matrix.blocks() - first);
     for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
       const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
-      products(kernels, target.matrix, rows, row, n, first, count,
-               [&](int64_t block, const float* out) { write_block(call, target, block, row, n, out); });
+      products(kernels, target.matrix, rows, row, n, first, count, [&](int64_t block, const float* out) {
+        write_block(target, residuals, raw ? raw : target.y, block, row, n, out);
+      });
     }
   });
-  if (call.post_norm) finish_rows(kernels, call);
+  if (raw) finish_rows(kernels, call, raw);
 }
 
 void run_head(const HeadCall& call) {

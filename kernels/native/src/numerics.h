@@ -48,8 +48,9 @@ UMBRA_INLINE Parts split(F x) {
 }
 
 UMBRA_INLINE F log_of_parts(F exponent, F f) {
-  constexpr float kPoly[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
-                             -1.6668057665e-1f, 2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
+  constexpr float kPoly[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,
+                             -1.2420140846e-1f, 1.4249322787e-1f,  -1.6668057665e-1f,
+                             2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
   const F square = product(f, f);
   F tail = product(product(f, square), polynomial(f, kPoly));
   tail = tail + exponent * set(kLn2Low);

@@ -111,10 +111,11 @@ UMBRA_INLINE void prepare_row(const Preparation& p, int64_t row, float* scratch,
   if (p.integers) quantise(x, n / kGroup, rows, row);
 }
 
-UMBRA_INLINE void finish_row(float* y, int64_t n, const float* weight, float epsilon, const float* residual) {
-  const F inverse = set(inverse_rms(y, n, epsilon));
+UMBRA_INLINE void finish_row(const float* x, int64_t n, const float* weight, float epsilon, const float* residual,
+                             float* y) {
+  const F inverse = set(inverse_rms(x, n, epsilon));
   for (int64_t i = 0; i < n; i += 16) {
-    F part = load_part(y, i, n) * inverse * load_part(weight, i, n);
+    F part = load_part(x, i, n) * inverse * load_part(weight, i, n);
     if (residual) part = load_part(residual, i, n) + part;
     store_part(y, i, n, part);
   }

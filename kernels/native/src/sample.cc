@@ -1,8 +1,8 @@
 // Choosing the next token of every active row: the algorithm of kernels/sample/reference.py with the same bits, without
 // its 31 passes over the row per threshold search.
 //
-// A search needs few values: tokens above a cut that holds enough of them (top-k), or enough mass (top-p), are collected
-// in one pass, and only they are looked at further. Sums whose bits matter are computed in the reference's order; a sum
+// A search needs few values: tokens above a cut that holds enough of them (top-k), or enough mass (top-p), are
+// collected in one pass, and only they are looked at further. Sums whose bits matter are computed in the reference's order; a sum
 // that is only compared with a target is estimated in double first, and computed exactly where the estimate is closer
 // to the target than the error that the order can make.
 //

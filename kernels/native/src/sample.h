@@ -31,14 +31,16 @@ struct Passes {
   void (*scale)(const float* x, int64_t n, float max, float temperature, float* scaled);
   // Columns [begin, end) of the first step of the ordered sum of e^x over those of x[0 .. n), all <= 0, that are at
   // least `threshold`: with the row cut into pieces of `width`, partial[i] = e^x[i] + e^x[i + width] + ...
-  void (*sum_exp)(const float* x, int64_t n, int64_t width, int64_t begin, int64_t end, float threshold, float* partial);
+  void (*sum_exp)(const float* x, int64_t n, int64_t width, int64_t begin, int64_t end, float threshold,
+                  float* partial);
   // The other steps, in place: the ordered sum of x[0 .. n).
   float (*ordered_sum)(float* x, int64_t n);
   // The ascending indices i, each plus `first_id`, whose below is at least `cut`; how many.
   int64_t (*collect)(const float* x, int64_t n, float max, float cut, int32_t first_id, int32_t* ids);
   void (*exp)(const float* x, int64_t n, float* out);  // x <= 0
   float (*log)(float x);                               // x >= 1
-  // The better of `best` and the tokens with these scores (none NaN) plus noise. `ids`: null for first_id, first_id + 1, ...
+  // The better of `best` and the tokens with these scores (none NaN) plus noise. Without `ids` they are first_id,
+  // first_id + 1, ...
   Best (*noisy_best)(const float* scores, const int32_t* ids, int32_t first_id, int64_t n, NoiseKey key, Best best);
 };
 

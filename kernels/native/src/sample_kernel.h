@@ -195,8 +195,9 @@ sample::Best noisy_best(const float* scores, const int32_t* ids, int32_t first_i
 namespace umbra::sample {
 
 const Passes UMBRA_JOIN(UMBRA_ISA, _passes) = {
-    UMBRA_ISA::max_of, UMBRA_ISA::find,        UMBRA_ISA::clean,   UMBRA_ISA::penalise, UMBRA_ISA::scale,     UMBRA_ISA::sum_exp,
-    UMBRA_ISA::ordered_sum, UMBRA_ISA::collect, UMBRA_ISA::exp_each, UMBRA_ISA::log_of, UMBRA_ISA::noisy_best,
+    UMBRA_ISA::max_of,  UMBRA_ISA::find,        UMBRA_ISA::clean,   UMBRA_ISA::penalise,
+    UMBRA_ISA::scale,   UMBRA_ISA::sum_exp,     UMBRA_ISA::ordered_sum, UMBRA_ISA::collect,
+    UMBRA_ISA::exp_each, UMBRA_ISA::log_of,     UMBRA_ISA::noisy_best,
 };
 
 }  // namespace umbra::sample

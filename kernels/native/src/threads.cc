@@ -38,17 +38,18 @@ void relax() {
 #endif
 }
 
-// Spins until `done()` or the time is up, giving way to other threads that want this core: one of them may be the one
-// that is waited for, or the caller whose job is about to come.
+// Spins until `done()` or the time is up. Measured with a busy neighbour on one of two cores: idle workers must give way
+// in between (they would take the core from the caller whose job is about to come), a caller must not (it would hand
+// its core to the neighbour for milliseconds).
 template <class Done>
-bool spin(Done&& done) {
+bool spin(bool give_way, Done&& done) {
   const auto end = Clock::now() + kSpin;
   do {
     for (int i = 0; i < 32; ++i) {
       if (done()) return true;
       relax();
     }
-    std::this_thread::yield();
+    if (give_way) std::this_thread::yield();
   } while (Clock::now() < end);
   return done();
 }
@@ -74,6 +75,9 @@ class Pool {
     return std::min(cores_.load(std::memory_order_relaxed), kMaxThreads);
   }
 
+  // The affinity mask may change while the process runs.
+  void look_at_cores() { cores_.store(usable_cores(), std::memory_order_relaxed); }
+
   // Whether the caller now has the workers to itself. If it does it calls `run` and then `release`.
   bool acquire() { return !busy_.load(std::memory_order_relaxed) && !busy_.exchange(true, std::memory_order_acquire); }
   void release() { busy_.store(false, std::memory_order_release); }
@@ -91,7 +95,7 @@ class Pool {
 
     const int64_t others = chunks - work();
     const auto finished = [&] { return done_.load(std::memory_order_seq_cst) == others; };
-    if (finished() || spin(finished)) return;
+    if (finished() || spin(false, finished)) return;
     // A worker holds a chunk but does not get a core: leave it this one.
     std::unique_lock<std::mutex> lock(mutex_);
     waiting_.store(true, std::memory_order_seq_cst);
@@ -111,7 +115,9 @@ class Pool {
       const auto call = call_.load(std::memory_order_relaxed);
       void* const body = body_.load(std::memory_order_relaxed);
       const int64_t total = total_.load(std::memory_order_relaxed);
-      if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
+        continue;
+      }
       call(body, total - static_cast<uint32_t>(state));
       ++claimed;
       state = state_.load(std::memory_order_acquire);
@@ -127,7 +133,7 @@ class Pool {
   void worker() {
     FloatMode mode;
     for (;;) {
-      const bool found = spin([&] { return has_work(); });
+      const bool found = spin(true, [&] { return has_work(); });
       if (!found || crowded()) {
         sleep();
       } else if (const int64_t claimed = work()) {
@@ -160,19 +166,23 @@ class Pool {
 
   // The slow path of a job: workers that it could use are asleep, or do not exist yet.
   void wake(int helpers) {
-    cores_.store(usable_cores(), std::memory_order_relaxed);
-    std::lock_guard<std::mutex> lock(mutex_);
-    const int missing = std::min(helpers, threads() - 1) - awake_.load(std::memory_order_relaxed);
-    for (int i = 0; i < missing; ++i) {
-      if (asleep_ > 0) {
-        --asleep_;
-        ++wake_ups_;
-        work_to_do_.notify_one();
-      } else if (!start()) {
-        break;  // no more threads to be had here
+    look_at_cores();
+    int called = 0;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const int missing = std::min(helpers, threads() - 1) - awake_.load(std::memory_order_relaxed);
+      for (int i = 0; i < missing; ++i) {
+        if (asleep_ > 0) {
+          --asleep_;
+          ++wake_ups_;
+          ++called;
+        } else if (!start()) {
+          break;  // no more threads to be had here
+        }
+        awake_.fetch_add(1, std::memory_order_relaxed);
       }
-      awake_.fetch_add(1, std::memory_order_relaxed);
     }
+    for (; called > 0; --called) work_to_do_.notify_one();
   }
 
   bool start() {
@@ -267,6 +277,8 @@ void run(int64_t chunks, void (*call)(void*, int64_t), void* body) {
   Pool* workers = nullptr;
   if (chunks > 1) {
     Pool& candidate = pool();
+    static std::atomic<unsigned> calls{0};
+    if (calls.fetch_add(1, std::memory_order_relaxed) % 4096 == 0) candidate.look_at_cores();
     if (candidate.threads() > 1 && candidate.acquire()) workers = &candidate;
   }
   if (!workers) {

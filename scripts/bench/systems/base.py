@@ -21,6 +21,7 @@ class Setup:
     kernels: str = "auto"  # ours only: what `--kernels` says
     kv: str = "auto"  # ours only: what `--kv` says
     embedding: str = "file"  # ours only: precision of the embedding's rows
+    chunk: int | None = None  # ours only: most prompt tokens of a step; None: the engine's default
     logits: bool = False  # ours only: keep raw logits, for `score`
 
 

@@ -14,6 +14,7 @@ from .ours import PACKAGES, Ours, instructions
 
 if TYPE_CHECKING:
     from ....serving.engine import Engine
+    from .steps import Steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +89,18 @@ class Exact(Ours):
         in passes of every width: width -> text -> CRCs."""
         from .steps import Steps
 
+        digests: dict[str, Any] = {str(width): [] for width in widths}
         with self._open(Sizes("", slots=max(widths))) as engine:
             steps = Steps(engine)
-            return {
-                str(width): [_digests(steps, width, ids, begin) for ids, begin in zip(texts, begins, strict=True)]
-                for width in widths
-            }
+            for ids, begin in zip(texts, begins, strict=True):
+                if begin > 1:
+                    steps.fill(ids[: begin - 1])
+                for width in widths:  # each writes the KV of the answer anew
+                    digests[str(width)].append(_digests(steps, width, ids, begin))
+        return digests
 
 
-def _digests(steps: Any, width: int, ids: Sequence[int], begin: int) -> list[int]:
-    if begin > 1:
-        steps.fill(ids[: begin - 1])
+def _digests(steps: Steps, width: int, ids: Sequence[int], begin: int) -> list[int]:
     digests: list[int] = []
     for first in range(begin - 1, len(ids) - 1, width):
         part = ids[first : min(first + width, len(ids) - 1)]

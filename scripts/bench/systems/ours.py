@@ -29,9 +29,10 @@ class Ours(System):
         kernels = self.kernels or setup.kernels
         prepare(setup.threads, setup.mesh, kernels)
         began = time.perf_counter()
+        chunk: dict[str, Any] = {} if setup.chunk is None else {"prefill_chunk": setup.chunk}
         self.model, self.engine = open_engine(
             setup.model, setup.quant, setup.mesh, kernels=kernels, embedding=setup.embedding, slots=setup.sequences,
-            kv=setup.kv, logits=setup.logits,
+            kv=setup.kv, logits=setup.logits, **chunk,
         )  # fmt: skip
         return {
             "versions": {name: version(name) for name in PACKAGES},
@@ -46,6 +47,7 @@ class Ours(System):
                 "threads": setup.threads,
                 "numerics": self.engine.numerics_class,
                 "slots": setup.sequences,
+                "chunk": self.engine.config.prefill_chunk,
                 "context": self.engine.context_length,
                 "ready_s": round(time.perf_counter() - began, 3),
             },

@@ -23,7 +23,7 @@ from ....configs.trunk import TrunkConfig
 from ....kernels import attention as attention_op
 from ....kernels import linear as linear_op
 from ....kernels.attention import GROUP, KVFormat
-from ....kernels.backend import Kernels
+from ....kernels.backend import Backend, Kernels
 from ....kernels.sample import RowParams, choose_rows
 from ....model.load import Model
 
@@ -231,7 +231,7 @@ def _filled(shapes: Any) -> Any:
 # ---- sampling
 
 
-def _sample(case: Case, model: Model, backend: str) -> Timed:
+def _sample(case: Case, model: Model, backend: Backend) -> Timed:
     V, rows = model.config.vocab_size, case["rows"]
     logits = _noise(rows, V) * 4.0
     params = _row_params(rows, V, top_p=0.95 if case["name"] == "top-p" else 1.0, greedy=case["name"] == "greedy")

@@ -1,0 +1,115 @@
+"""Whole steps of a small trunk with the TPU's kernels, in TPU interpret mode: the ids are those of plain JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from umbra.configs.engine import EngineConfig
+from umbra.kernels.attention import KVFormat
+from umbra.kernels.backend import Kernels
+from umbra.model.load import Model, load_model
+from umbra.serving.engine import make_mesh
+from umbra.serving.engine.programs import Program, programs, step_sizes
+from umbra.serving.engine.request import SamplingParams
+from umbra.serving.engine.state import StepInput, empty_rows, fill_row, input_shapes
+
+CONFIG = EngineConfig(slots=2, context_length=256, blocks=5, prefill_chunk=30, decode_steps=2)
+TPU = Kernels("tpu", "tpu", "xla")
+PROMPTS = (23, 5)
+"""Tokens of each prompt."""
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """Kernels run in TPU interpret mode with everything it can check."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    strict = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    try:
+        with pltpu.force_tpu_interpret_mode(strict):
+            yield
+        races = interpret_pallas_call.races
+        assert races is None or not races.races_found
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+def generate(model: Model, kernels: Kernels) -> np.ndarray:
+    """Tokens int32 `[passes, slots]`: a prompt in each slot, then two decode passes in one loop on the device."""
+    mesh = make_mesh(jax.devices()[:1], model.config)
+    listed: dict[str, Program] = {
+        p.kind: p
+        for p in programs(
+            model.config, CONFIG, mesh, params=model.params, kernels=kernels, kv=KVFormat("float32", "float32")
+        )
+    }
+    prefill, decode = listed["prefill"], listed["decode_n"]
+    rows = empty_rows(CONFIG.slots, model.config.vocab_size)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.config.vocab_size, n).astype(np.int32) for n in PROMPTS]
+    for at, prompt in enumerate(prompts):
+        fill_row(
+            rows, at, SamplingParams(temperature=0.0), seed=0, stop_ids=(), limit=CONFIG.context(model.config) - 1,
+            prompt=prompt, generated=np.array([], np.int32), position=len(prompt) - 1, active=True,
+        )  # fmt: skip
+    state: Any = jax.tree.map(jnp.asarray, rows)
+    pool: Any = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), prefill.args[1])
+    layers = jnp.asarray([model.config.n_layers, *range(model.config.n_layers)], jnp.int32)
+
+    def run(program: Program, inputs: StepInput) -> np.ndarray:
+        nonlocal pool, state
+        pool, state, result, _ = program.jit()(dict(model.params), pool, state, inputs, layers)
+        return np.asarray(result.tokens)
+
+    return np.concatenate([run(prefill, _prefill_input(model, prompts)), run(decode, _decode_input(model))])
+
+
+def _empty(model: Model, *, prefill: bool) -> StepInput:
+    tokens, groups = step_sizes(CONFIG, prefill)
+    shapes = input_shapes(1, CONFIG.slots, tokens, groups, CONFIG.table_width(model.config))
+    empty = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
+    width = CONFIG.table_width(model.config)
+    tables = 1 + np.arange(CONFIG.slots * width, dtype=np.int32).reshape(CONFIG.slots, width)
+    return empty._replace(tables=tables, positions=np.full_like(empty.positions, -1), ids=np.zeros_like(empty.ids))
+
+
+def _prefill_input(model: Model, prompts: list[np.ndarray]) -> StepInput:
+    from umbra.kernels.attention import GROUP
+
+    inputs, at, group = _empty(model, prefill=True), 0, 0
+    for slot, prompt in enumerate(prompts):
+        n = len(prompt)
+        inputs.ids[at : at + n], inputs.slots[at : at + n] = prompt, slot
+        inputs.positions[at : at + n] = np.arange(n)
+        for start in range(0, n, GROUP):
+            inputs.starts[group], inputs.counts[group] = at + start, min(GROUP, n - start)
+            group += 1
+        at += n
+        inputs.sample_at[slot] = at - 1
+    inputs.sizes[0] = at, group, len(prompts)
+    return inputs
+
+
+def _decode_input(model: Model) -> StepInput:
+    inputs = _empty(model, prefill=False)
+    for slot in range(CONFIG.slots):
+        inputs.ids[slot], inputs.slots[slot], inputs.sample_at[slot] = -1, slot, slot
+        inputs.starts[slot], inputs.counts[slot] = slot, 1
+    inputs.sizes[0] = CONFIG.slots, CONFIG.slots, CONFIG.slots
+    return inputs
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_ids_are_those_of_plain_jax(quant: str, interpreted: None) -> None:
+    """With float32 weights, and with 8 bits a channel, which bring the kernels for products."""
+    model = load_model("tiny", quant=quant, kernels=TPU)
+    got = generate(model, TPU)
+    assert got.shape == (3, CONFIG.slots) and (got >= 0).all()
+    assert np.array_equal(got, generate(model, Kernels()))
