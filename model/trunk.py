@@ -31,12 +31,15 @@ from ..kernels.rows import rms_norm
 from .params import param_specs
 from .rope import cos_sin
 
+PLAIN = Kernels()
+FLOAT32 = KVFormat("float32")
+
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
     """How the step runs, apart from the model: decided per target, fixed at compile time."""
 
-    kernels: Kernels = Kernels()
+    kernels: Kernels = PLAIN
     """Who computes each operation."""
     tile: int | None = None
     """Rows of one product of the plain path on a CPU (kernels/tiles.py); None: all rows at once."""
@@ -144,7 +147,7 @@ class Trunk(nnx.Module):
     def _head(self) -> Weight:
         return (self.embed if self.config.tied_embeddings else self.head).get_value()
 
-    def _final_norm(self) -> tuple[jax.Array, float]:
+    def _final_norm(self) -> tuple[Any, float]:
         return self.final_norm.get_value(), self.config.norm_eps
 
 
@@ -163,8 +166,8 @@ class _Layer:
             backend=self.run.kernels.linear, tile=self.run.tile, **how,
         )  # fmt: skip
 
-    def _norm(self, name: str) -> tuple[jax.Array, float]:
-        return self.stack[name], self.config.norm_eps
+    def _norm(self, name: str) -> tuple[Any, float]:
+        return self.stack[name], self.config.norm_eps  # norms are never quantised
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[T, N, H]`, keys and values `[T, K, H]` of hidden states `[T, D]`, not rotated yet."""
@@ -210,7 +213,7 @@ class _Layer:
 
 def logits(
     config: TrunkConfig, params: Mapping[str, Any], ids: np.ndarray, rows: np.ndarray | None = None, *,
-    kernels: Kernels = Kernels(), kv: KVFormat = KVFormat("float32"),
+    kernels: Kernels = PLAIN, kv: KVFormat = FLOAT32,
 ) -> jax.Array:  # fmt: skip
     """Logits `[T, V]` of one whole sequence `ids` `[T]` (or only `[len(rows), V]` at the positions `rows`): the trunk
     without an engine, for tests and tools."""

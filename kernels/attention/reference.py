@@ -124,7 +124,7 @@ def write_kv(pool: KVPool, layer: jax.Array, k: jax.Array, v: jax.Array, queries
 
 
 class _Out(NamedTuple):
-    """Results of a tile of tokens, or of all."""
+    """Results of a tile of tokens, or of all; None: not wanted."""
 
     out: jax.Array  # [T, N, H]
     lse: jax.Array | None  # [T, N]
@@ -183,8 +183,10 @@ def _attend_tiles(run: _Run, q: jax.Array, g: jax.Array, out: _Out) -> _Out:
 
         return _Out(
             put(out.out, result.out, 0.0),
-            None if out.lse is None else put(out.lse, result.lse, -jnp.inf),
-            None if out.block_mass is None else put(out.block_mass, result.block_mass, 0.0),
+            None if out.lse is None or result.lse is None else put(out.lse, result.lse, -jnp.inf),
+            None
+            if out.block_mass is None or result.block_mass is None
+            else put(out.block_mass, result.block_mass, 0.0),
         )
 
     return lax.fori_loop(0, (queries.counts[g] + TILE - 1) // TILE, tile, out)

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...configs.engine import BLOCK
-from . import reference, tpu_hot, tpu_sizes
+from . import reference, tpu_sizes
 from .pool import KVPool
-from .tpu_kernel import FAR, NEVER, TILE_FIELDS, Kernel
+from .tpu_kernel import FAR, NEVER, Kernel
 from .tpu_sizes import LANES, Sizes
 
 if TYPE_CHECKING:
     from .api import AttentionResult, Norm, Queries, Want
+    from .tpu_hot import Hot
 
 NAME = "umbra_attention"
 """Name of the kernel in a compiled program."""
@@ -53,7 +53,7 @@ def attention(
     window: jax.Array,
     softcap: float | None,
     want: Want,
-    hot: tpu_hot.Hot | None = None,
+    hot: Hot | None = None,
 ) -> AttentionResult:
     """See `api.attention`. The tokens of a sequence must be one run of consecutive tokens and positions.
 
@@ -68,7 +68,8 @@ def attention(
     on = tpu_sizes.chip()
     sizes = tpu_sizes.choose(
         N, K, H, str(pool.values.dtype),
-        tokens=T, rows=len(queries.tables), width=M, lse=want.lse or want.block_mass, block_mass=want.block_mass, on=on,
+        tokens=T, rows=len(queries.tables), width=M, lse=want.lse or want.block_mass, block_mass=want.block_mass,
+        tables=1 + (queries.blocks_at is not None) + (hot is not None), on=on,
     )  # fmt: skip
     work = plan(queries, sizes, on.cores)
     fresh, fresh_scales = _fresh(k, v.astype(jnp.float32), sizes)
@@ -83,7 +84,7 @@ def attention(
         scalars.append(hot.places.reshape(-1))
     vectors = [q, fresh, *([] if fresh_scales is None else [fresh_scales])]
     if hot is not None:
-        vectors += tpu_hot.on_chip(hot)
+        vectors += [tpu_sizes.hold(x, pltpu.VMEM) for x in hot.contents if x is not None]
     results = _call(sizes, on, softcap, queries.blocks_at is not None, hot, pool, scalars, vectors)
     out, values, *rest = results
     known = work.known[:, None]
@@ -97,15 +98,16 @@ def attention(
 
 
 def _call(
-    sizes: Sizes, on: tpu_sizes.Chip, softcap: float | None, sparse: bool, hot: tpu_hot.Hot | None, pool: KVPool,
+    sizes: Sizes, on: tpu_sizes.Chip, softcap: float | None, sparse: bool, hot: Hot | None, pool: KVPool,
     scalars: list[jax.Array], vectors: list[jax.Array],
 ) -> Sequence[jax.Array]:  # fmt: skip
     """The kernel call: `out` `[T, N, lanes]`, the pool's arrays, and if wanted lse `[T, N, 128]` and the log-sum-exp
     of entries `[T, M / 128, N, 128]`."""
     s, T = sizes, sizes.tokens
-    held = [x for x in pool if x is not None]
+    # The pool is held to HBM: XLA would copy one that is small enough to VMEM and back for every call.
+    held = [tpu_sizes.hold(x, pltpu.HBM) for x in pool if x is not None]
     out_shape = [jax.ShapeDtypeStruct((T, s.n_heads, s.lanes), jnp.float32)]
-    out_shape += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held]
+    out_shape += [tpu_sizes.placed(x.shape, x.dtype, pltpu.HBM) for x in held]
     if s.lse:
         out_shape.append(jax.ShapeDtypeStruct((T, s.n_heads, LANES), jnp.float32))
     if s.block_mass:
@@ -260,9 +262,7 @@ def pool_bytes(
     Sequences have `lengths` tokens after the write, `new_tokens` of which are of this step; the step's arrays hold
     `tokens` tokens in `rows` rows of `width` blocks.
     """
-    s = tpu_sizes.choose(
-        n_heads, n_kv_heads, head_dim, dtype, tokens=tokens, rows=rows, width=width, lse=False, block_mass=False, on=on
-    )
+    s = tpu_sizes.choose(n_heads, n_kv_heads, head_dim, dtype, tokens=tokens, rows=rows, width=width, on=on)
     slab_bytes = s.slab * n_kv_heads * 2 * head_dim * s.itemsize
     scale_bytes = n_kv_heads * 2 * BLOCK * 4 if s.quantised else 0
     moved = 0

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...configs.engine import BLOCK
 from .pool import KVFormat, KVPool
-from .tpu_sizes import Chip, interpreted
+from .tpu_sizes import Chip, hold, placed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,12 +37,6 @@ class Hot(NamedTuple):
     places: jax.Array  # int32 [B, M]: where each entry of a block table is staged, -1: nowhere
 
 
-def on_chip(hot: Hot) -> list[jax.Array]:
-    """The staged arrays, held to VMEM: to be taken by every kernel that reads them."""
-    arrays = [x for x in hot.contents if x is not None]
-    return arrays if interpreted() else [pltpu.with_memory_space_constraint(x, pltpu.VMEM) for x in arrays]
-
-
 def capacity(form: KVFormat, n_layers: int, n_kv_heads: int, head_dim: int, on: Chip) -> int:
     """Blocks (of all layers, this device's heads) that the window holds; 0: not even one fits."""
     return int(on.vmem_bytes * WINDOW_SHARE) // (BLOCK * form.bytes_per_token(n_layers, n_kv_heads, head_dim))
@@ -57,10 +51,9 @@ def stage(pool: KVPool, tables: jax.Array, lengths: jax.Array, blocks: int) -> H
     if blocks < 1:
         raise ValueError(f"a window needs at least one block, got {blocks}")
     places, sources = _chosen(tables, lengths // BLOCK, blocks)
-    held = [x for x in pool if x is not None]
+    held = [hold(x, pltpu.HBM) for x in pool if x is not None]
     shapes = [(blocks, *x.shape[1:]) for x in held]
     in_hbm, in_vmem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
-    kind: Any = jax.ShapeDtypeStruct if interpreted() else pltpu.VMEM
     moved = sum(blocks * x.size // len(x) * x.dtype.itemsize for x in held)
     contents = pl.pallas_call(
         _copy_blocks,
@@ -68,8 +61,7 @@ def stage(pool: KVPool, tables: jax.Array, lengths: jax.Array, blocks: int) -> H
             num_scalar_prefetch=1, grid=(), in_specs=[in_hbm] * len(held), out_specs=[in_vmem] * len(held),
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
-        # Interpret mode knows no arrays in VMEM outside kernels.
-        out_shape=[kind(shape, x.dtype) for shape, x in zip(shapes, held, strict=True)],
+        out_shape=[placed(shape, x.dtype, pltpu.VMEM) for shape, x in zip(shapes, held, strict=True)],
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
         name=NAME,
     )(sources, *held)  # fmt: skip

@@ -354,7 +354,7 @@ class Kernel:
             _each(self.s.depth, self.settle)
             for back in (2, 1):
                 index = self.end_tile - back
-                pl.when(index >= self.first_tile)(lambda index=index: self.wait_results(index))
+                pl.when(index >= self.first_tile)(functools.partial(self.wait_results, index))
 
     def tile(self, index: jax.Array) -> None:
         pl.when(index + 1 < self.end_tile)(lambda: self.start_queries(index + 1))
@@ -363,7 +363,7 @@ class Kernel:
         lowest = 0
         for height in self.s.heights:
             fits = (tile.count > lowest) & (tile.count <= height)
-            pl.when(fits)(lambda height=height: self.tile_at_height(tile, lax.rem(index, 2), height))
+            pl.when(fits)(functools.partial(self.tile_at_height, tile, lax.rem(index, 2), height))
             lowest = height
 
     def tile_at_height(self, tile: _Tile, buffer: jax.Array, height: int) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
@@ -41,7 +43,8 @@ UNKNOWN = Chip(16 * MIB, MIB, 1, 2 * MIB)
 VMEM_SHARE = 0.5
 """Part of a chip's VMEM the kernel may take; XLA keeps other arrays there."""
 
-SMEM_SHARE = 0.5
+SMEM_SHARE = 0.9
+"""Part of its SMEM for the scalars; the compiler spills some of its own there."""
 
 
 def chip() -> Chip:
@@ -50,9 +53,15 @@ def chip() -> Chip:
     return UNKNOWN if name is None else CHIPS.get(name, UNKNOWN)
 
 
-def interpreted() -> bool:
-    """Whether kernels run in interpret mode: what is traced is not for a TPU."""
-    return _tpu() is None
+def placed(shape: tuple[int, ...], dtype: Any, space: Any) -> Any:
+    """The abstract result of a kernel, in the memory `space` (pltpu.HBM or pltpu.VMEM). XLA would choose one itself.
+    Interpret mode knows no memories outside kernels."""
+    return jax.ShapeDtypeStruct(shape, dtype) if _tpu() is None else space(shape, dtype)
+
+
+def hold(x: jax.Array, space: Any) -> jax.Array:
+    """An operand of a kernel, held to a memory space."""
+    return x if _tpu() is None else pltpu.with_memory_space_constraint(x, space)
 
 
 def _tpu() -> str | None:
@@ -158,17 +167,18 @@ class Sizes:
             extra += (self.mass_chunks * K * R + self.tile * _up(self.n_heads, SUBLANES)) * LANES * 4
         return ring + fresh + 2 * tokens + state + extra
 
-    def smem_bytes(self, rows: int, tiles: int) -> int:
-        """SMEM of the scalars for `rows` table rows."""
-        return 4 * (3 * rows * _up(self.width, LANES) + 8 * tiles + 1024)
+    def smem_bytes(self, rows: int, tables: int) -> int:
+        """SMEM of the scalars: `tables` tables of `rows` rows, and the tiles."""
+        return 4 * (tables * _up(rows * self.width, 1024) + 8 * (self.tokens + 1) + 2048)
 
 
 def choose(
     n_heads: int, n_kv_heads: int, head_dim: int, dtype: str, *,
-    tokens: int, rows: int, width: int, lse: bool, block_mass: bool, on: Chip,
+    tokens: int, rows: int, width: int, lse: bool = False, block_mass: bool = False, tables: int = 1, on: Chip,
 ) -> Sizes:  # fmt: skip
     """The sizes for a step of `tokens` tokens in `rows` table rows of `width` blocks: those of the table, made smaller
-    until they fit the chip. A `ValueError` when nothing does."""
+    until they fit the chip. A `ValueError` when nothing does. `tables` counts the arrays of that shape that the kernel
+    takes."""
     group = n_heads // n_kv_heads
     per_row = -(-tokens // rows)
     heights = (per_row,) if per_row <= SUBLANES else (SUBLANES, _prefill_height(group))
@@ -180,6 +190,8 @@ def choose(
     )  # fmt: skip
     depth = spans + max(spans, min(24, math.ceil(on.in_flight_bytes / sizes.block_bytes)))
     sizes = dataclasses.replace(sizes, depth=1 << (depth - 1).bit_length())
+    if sizes.smem_bytes(rows, tables) > on.smem_bytes * SMEM_SHARE:
+        raise ValueError(f"block tables of {rows} rows and {width} blocks do not fit the {on.smem_bytes} bytes of SMEM")
     budget = int(on.vmem_bytes * VMEM_SHARE)
     while sizes.vmem_bytes() > budget:
         smaller = _smaller(sizes)

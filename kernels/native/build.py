@@ -28,12 +28,14 @@ from ...configs.files import cache_dir, replacing
 from ...configs.machine import cores
 
 SOURCES = Path(__file__).parent / "src"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-pthread")
-"""For every file. A product and a sum are contracted only where the source says so: the bits must not depend on it."""
+FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-pthread")
 NUMERICS = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
+"""A product and a sum are contracted only where the source says so: the bits must not depend on the compiler."""
+X86 = platform.machine() in ("x86_64", "AMD64")
+AVX2 = ("-O3", "-mavx2", "-mfma", "-mf16c")
 INSTRUCTIONS = {
-    "portable": (),
+    "": ("-O2",),  # calls what belongs to an instruction set
+    "portable": ("-O3",),
     "avx2": AVX2,
     "avx512": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
 }
@@ -65,13 +67,13 @@ def rebuild() -> Path:
 
 def _library() -> Path:
     path = _path()
-    if _intact(path):
-        return path
-    command = _compiler()
-    with _lock(path.parent.parent):
-        if not _intact(path):  # another process may have built it meanwhile
-            _build(command, path)
-            _tidy(path.parent.parent)
+    while not _intact(path):
+        command = _compiler()
+        with _lock(path.parent.parent):
+            if not _intact(path):  # another process may have built it meanwhile
+                _build(command, path)
+                _tidy(path.parent.parent)
+        path = _path()
     return path
 
 
@@ -156,8 +158,7 @@ def sources() -> list[Path]:
     Files for newer processors come last: of an inline function that several files contain the linker keeps the first,
     which then runs everywhere.
     """
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    order = ["", *INSTRUCTIONS] if x86 else ["", "portable"]
+    order = list(INSTRUCTIONS) if X86 else ["", "portable"]
     found = [p for p in SOURCES.glob("*.cc") if _instruction_set(p) in order]
     return sorted(found, key=lambda p: (order.index(_instruction_set(p)), p.name))
 
@@ -166,7 +167,7 @@ def flags(source: Path) -> list[str]:
     """The compiler's arguments for one source. Its instruction set's name is the macro `UMBRA_ISA`."""
     isa = _instruction_set(source)
     define = [f"-DUMBRA_ISA={isa}"] if isa else []
-    return [*FLAGS, *NUMERICS, *INSTRUCTIONS.get(isa, ()), *define, "-isystem", str(_headers())]
+    return [*FLAGS, *NUMERICS, *INSTRUCTIONS[isa], *define, "-isystem", str(_headers())]
 
 
 def _build(command: list[str], path: Path) -> None:
@@ -190,7 +191,8 @@ def _build(command: list[str], path: Path) -> None:
     _digest_file(path).unlink(missing_ok=True)
     with replacing(path) as temporary:
         _run([*command, *FLAGS, "-shared", *(str(done[p]) for p in sources()), "-o", str(temporary)])
-    _record_digest(path)
+    if _path() == path:  # nobody has edited a source meanwhile
+        _record_digest(path)
 
 
 def _record_digest(path: Path) -> None:

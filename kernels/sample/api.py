@@ -19,7 +19,7 @@ def choose_rows(logits: Array, rows: RowParams, active: Array, *, backend: Backe
     nothing. Every backend gives the bits of `reference.choose`, row by row.
     """
     if backend == "cpu":
-        from . import cpu
+        from .cpu import choose_rows as native_choose_rows
 
-        return cpu.choose_rows(logits, rows, active)
+        return native_choose_rows(logits, rows, active)
     return reference.choose_rows(logits, rows, active)

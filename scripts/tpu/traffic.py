@@ -60,7 +60,10 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "domain", "add-dependency",
 }  # fmt: skip
-_FREE_KERNELS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape", "ConcatBitcast")
+_FREE_KERNELS = (
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape", "ConcatBitcast",
+    "PrepareAsyncCallStart", "PrepareAsyncCallDone",
+)  # fmt: skip
 _COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -92,7 +95,7 @@ class Traffic:
     collective_bytes: float = 0.0
     """Bytes of results of collectives: what passes between chips, up to the factor of the algorithm."""
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Custom kernels by name: how often each runs."""
+    """Pallas kernels by name: how often each runs."""
     operations: Counter[str] = dataclasses.field(default_factory=Counter)
     """Operations the device starts, by kind (`KINDS`): how often they run. Scalar arithmetic is left out."""
     by_operation: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -168,9 +171,11 @@ class _Walker:
         target = ins.attribute("custom_call_target") or ""
         if target in _FREE_KERNELS:
             return
-        name = re.sub(r"\.\d+$", "", ins.name) if target == "tpu_custom_call" else target
-        total.kernels[name] += 1
-        total.operations["kernel"] += 1
+        pallas = target == "tpu_custom_call"
+        name = re.sub(r"\.\d+$", "", ins.name) if pallas else target
+        total.operations["kernel" if pallas else "fusion"] += 1
+        if pallas:
+            total.kernels[name] += 1
         assumed = self.assume.kernel(name)
         total.flops += _declared_flops(ins) if assumed is None else assumed.flops
         in_place = _aliased_operands(ins)

@@ -56,9 +56,7 @@ class Device:
 
     def _choose_programs(self, engine: EngineConfig) -> None:
         self.engine = engine
-        self.programs = programs(
-            self.config, engine, self.mesh, params=self.params, kernels=self.kernels, kv=self.kv
-        )
+        self.programs = programs(self.config, engine, self.mesh, params=self.params, kernels=self.kernels, kv=self.kv)
         self._listed = {program.kind: program for program in self.programs}
         self._compiled: dict[str, Any] = {}
 

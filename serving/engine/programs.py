@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,7 +16,7 @@ from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import TrunkConfig
 from ...kernels.attention import GROUP, KVFormat, KVPool
 from ...kernels.backend import Kernels
-from ...model.params import partitions, with_shardings
+from ...model.params import partitions, split_obstacle, with_shardings
 from ...model.trunk import Execution
 from . import step
 from .state import StepResult, input_shapes, state_shapes
@@ -77,9 +76,7 @@ def kv_format(engine: EngineConfig, kernels: Kernels, platform: str) -> KVFormat
     return KVFormat(kind, "float32" if platform == "tpu" else "float16")
 
 
-def execution(
-    config: TrunkConfig, engine: EngineConfig, mesh: Mesh, kernels: Kernels, *, prefill: bool
-) -> Execution:
+def execution(config: TrunkConfig, engine: EngineConfig, mesh: Mesh, kernels: Kernels, *, prefill: bool) -> Execution:
     """How a step runs on this mesh: the plain path on a CPU in tiles of rows (kernels/tiles.py), others whole."""
     platform = mesh.devices.flat[0].platform
     tiled = platform == "cpu" and kernels.linear == "xla"
@@ -117,6 +114,8 @@ def programs(
 ) -> list[Program]:
     """Every program an engine of this configuration runs, in the order it needs them. `params` may be abstract."""
     check_mesh(config, mesh)
+    if obstacle := split_obstacle(config, params, mesh.shape["model"]):
+        raise ValueError(obstacle)
     build = _Builder(config, engine, mesh, params, kernels, kv)
     listed = [build.passes("prefill", 1, prefill=True), build.passes("decode", 1, prefill=False)]
     passes = engine.passes(mesh.devices.flat[0].platform)

@@ -61,7 +61,7 @@ WORK = requests(20, seed=1) + [
 ]
 
 
-KINDS = [(name, kernels, quant) for name in ("tiny", "tiny-gemma") for kernels, quant in (("xla", "none"), ("cpu", "none"))]
+KINDS = [(name, kernels, "none") for name in ("tiny", "tiny-gemma") for kernels in ("xla", "cpu")]
 KINDS += [("tiny", "cpu", "int4"), ("tiny-gemma", "cpu", "int8"), ("tiny", "xla", "int8")]
 
 

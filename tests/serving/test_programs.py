@@ -35,9 +35,7 @@ def test_the_same_programs_are_traced_at_every_start(
     texts = set()
     for _ in range(4):
         rope._tables.cache_clear()
-        listed = programs(
-            named(name), CONFIG, mesh, params=model.params, kernels=model.kernels, kv=KVFormat("float32")
-        )
+        listed = programs(named(name), CONFIG, mesh, params=model.params, kernels=model.kernels, kv=KVFormat("float32"))
         with ThreadPoolExecutor(4) as pool:
             texts.add(tuple(pool.map(lambda program: program.jit().lower(*program.args).as_text(), listed)))
     assert len(texts) == 1

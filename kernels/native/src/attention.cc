@@ -14,9 +14,9 @@
 
 namespace umbra {
 
-int64_t attention_scratch(int rows) {
+int64_t attention_scratch(int rows, int padded) {
   const int64_t per_row = kBlock * 4 + kBlock / kSpan * 4 + kBlock * 2;
-  return per_row * rows + 2 * kBlock * 4 + int64_t{kSpan} * kMaxHead * 4;
+  return per_row * (rows + kTogether) + 2 * kBlock * 4 + int64_t{4} * kBlock * padded;
 }
 
 namespace {
@@ -142,7 +142,7 @@ class Attention {
   void run(Arena& arena) {
     plan();
     parts_ = static_cast<float*>(arena.get(part_floats_ * 4));
-    parallel_for(static_cast<int64_t>(items_.size()), [this](int64_t i) { work(items_[i]); });
+    parallel_for(static_cast<int64_t>(items_.size()), [this](int64_t i) { work(i); });
     if (!c_.mass) return;
     parallel_for(c_.n_tokens, [this](int64_t t) { add_mass(t); });
   }
@@ -163,8 +163,8 @@ class Attention {
         total += end - begin;
       }
     }
-    const int64_t threads = thread_count();
-    const int64_t most = threads > 1 ? std::max<int64_t>(4, total / (threads * kItemsPerThread)) : total;
+    threads_ = thread_count();
+    const int64_t most = threads_ > 1 ? std::max<int64_t>(4, total / (threads_ * kItemsPerThread)) : total;
     for (size_t j = 0; j < jobs_.size(); ++j) {
       Job& job = jobs_[j];
       const int64_t n = job.end - job.begin, floats = n * state_floats(job.rows(c_), c_.head.padded);
@@ -181,13 +181,16 @@ class Attention {
     }
   }
 
-  void work(const Item& item) {
+  void work(int64_t i) {
+    const Item& item = items_[i];
     Job& job = jobs_[item.job];
+    // What this thread will most likely do next.
+    const Item* const following = i + threads_ < static_cast<int64_t>(items_.size()) ? &items_[i + threads_] : nullptr;
     const int64_t rows = job.rows(c_);
     const int padded = c_.head.padded;
     static thread_local Arena arena;
     const int64_t floats = state_floats(rows, padded);
-    char* const memory = static_cast<char*>(arena.get(attention_scratch(static_cast<int>(rows)) + 8 * floats));
+    char* const memory = static_cast<char*>(arena.get(attention_scratch(static_cast<int>(rows), padded) + 8 * floats));
     float* const states = reinterpret_cast<float*>(memory);
     void* const scratch = states + 2 * floats;
     const AttentionState whole = state_at(states, rows), here = state_at(states + floats, rows);
@@ -195,7 +198,12 @@ class Attention {
     for (int64_t m = item.begin; m < item.end; ++m) {
       const bool keep = job.parts >= 0;
       const AttentionState part = keep ? state_at(parts_ + job.parts + (m - job.begin) * floats, rows) : here;
-      attend(job, m, m + 1 < item.end ? m + 1 : -1, part, scratch);
+      AttentionBlock block = block_of(job, m);
+      if (m + 1 < item.end || following) {
+        const AttentionBlock next = m + 1 < item.end ? block_of(job, m + 1) : block_of(jobs_[following->job], following->begin);
+        block.next = next.values, block.next_scales = next.k_scales;
+      }
+      attend(job, m, block, part, scratch);
       if (!keep) c_.kernel.merge(static_cast<int>(rows), padded, whole, part);
     }
     if (job.parts >= 0) {
@@ -209,8 +217,13 @@ class Attention {
     finish(job, whole);
   }
 
-  // The state of the job's rows over entry `m` of the table; entry `next` (-1: none) is read next.
-  void attend(const Job& job, int64_t m, int64_t next, const AttentionState& part, void* scratch) {
+  AttentionBlock block_of(const Job& job, int64_t m) const {
+    const int64_t block = c_.tables[job.slot * c_.M + m];
+    return {c_.values_of(block, job.k), c_.scales_of(block, job.k, 0), c_.scales_of(block, job.k, 1), nullptr, nullptr};
+  }
+
+  // The state of the job's rows over entry `m` of the table.
+  void attend(const Job& job, int64_t m, const AttentionBlock& block, const AttentionState& part, void* scratch) {
     const int64_t start = c_.starts[job.group], count = c_.counts[job.group];
     const int64_t base = c_.block_at(job.slot, m) * kBlock, first = c_.positions[start];
     AttentionRows rows;
@@ -224,14 +237,7 @@ class Attention {
     rows.end = static_cast<int>(first + 1 - base);
     rows.window = c_.window > 0;
     rows.first = rows.window ? rows.end - c_.window : 0;
-    const int64_t block = c_.tables[job.slot * c_.M + m];
-    AttentionBlock operands = {c_.values_of(block, job.k), c_.scales_of(block, job.k, 0), c_.scales_of(block, job.k, 1),
-                               nullptr, 0};
-    if (next >= 0) {
-      operands.next = c_.values_of(c_.tables[job.slot * c_.M + next], job.k);
-      operands.next_bytes = kBlock * c_.token_bytes();
-    }
-    c_.kernel.block(c_.head, rows, operands, part, scratch);
+    c_.kernel.block(c_.head, rows, block, part, scratch);
     if (!c_.mass) return;
     for (int r = 0; r < rows.count; ++r) {
       const int64_t row = (start + r / rows.per_token) * c_.N + job.k * rows.per_token + r % rows.per_token;
@@ -246,7 +252,8 @@ class Attention {
       const int64_t row = (start + r / per_token) * c_.N + job.k * per_token + r % per_token;
       c_.kernel.finish(c_.head.size, state.weighted + r * c_.head.padded, state.total[r], c_.out + row * c_.head.size);
       if (c_.lse && state.total[r] > 0) {
-        c_.lse[row] = static_cast<float>(static_cast<double>(state.top[r]) + std::log(double{state.total[r]}));
+        constexpr double kLn2 = 0.6931471805599453;
+        c_.lse[row] = static_cast<float>(double{state.top[r]} * kLn2 + std::log(double{state.total[r]}));
       }
     }
   }
@@ -273,6 +280,7 @@ class Attention {
   const Prepared& p_;
   std::vector<Job> jobs_;
   std::vector<Item> items_;
+  int64_t threads_ = 1;
   int64_t part_floats_ = 0;
   float* parts_ = nullptr;
 };

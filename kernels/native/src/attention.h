@@ -2,10 +2,10 @@
 //
 // Letters: H head size, P block length (128), R rows: the queries of one group that share a key/value head.
 //
-// A row attends to one block at a time: its logits, their greatest, the sum of exp(logit - greatest) and the values
-// weighted so come from that block alone, and are then merged into the row's state, block after block in ascending
-// order. So a block may be worked on anywhere at any time, and the bits of a row depend on nothing but its own query
-// and the blocks it sees.
+// A row attends to one block at a time: its logits (times log2 e, so that weights are powers of 2), their greatest, the sum
+// of 2^(logit - greatest) and the values weighted so come from that block alone, and are then merged into the row's
+// state, block after block in ascending order. So a block may be worked on anywhere at any time, and the bits of a row
+// depend on nothing but its own query and the blocks it sees.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,8 @@
 namespace umbra {
 
 constexpr int kBlock = 128;  // tokens of a block
-constexpr int kSpan = 32;    // tokens whose weights share a scale, and whose values are widened together
+constexpr int kSpan = 64;    // tokens whose weights share a scale, and whose values are widened together
+constexpr int kTogether = 4;  // rows that may be worked on side by side
 constexpr int kMaxHead = 512;
 
 enum class KvType { f32, bf16, i8 };
@@ -29,7 +30,7 @@ struct AttentionHead {
   float softcap;         // 0: none
 };
 
-// The state of a row over some blocks: the greatest logit, the sum of exp(logit - greatest), and the values weighted by
+// The state of a row over some blocks: the greatest logit, the sum of 2^(logit - greatest), and the values weighted by
 // these. A sum of 0 says that it saw nothing.
 struct AttentionState {
   float* top;       // [R]
@@ -42,8 +43,8 @@ struct AttentionBlock {
   const void* values;    // [P, 2H]
   const void* k_scales;  // [P], int8 only
   const void* v_scales;  // [P], int8 only
-  const void* next;      // values that will be read soon
-  int64_t next_bytes;    // 0: none
+  const void* next;         // values that will be read soon, or null
+  const void* next_scales;  // [2, P], or null
 };
 
 struct AttentionRows {
@@ -60,7 +61,7 @@ struct AttentionRows {
 };
 
 // Bytes of scratch memory that `block` needs.
-int64_t attention_scratch(int rows);
+int64_t attention_scratch(int rows, int padded);
 
 struct AttentionKernel {
   // A query `x` [H], float32: normalised by `weight` (null: not), turned by `turn` [2, H/2] (null: not), widened, and
@@ -76,7 +77,7 @@ struct AttentionKernel {
   void (*merge)(int rows, int padded, const AttentionState& into, const AttentionState& block);
   // out [H] = weighted / total, or zeros.
   void (*finish)(int size, const float* weighted, float total, float* out);
-  // mass[m] += share * totals[m] * exp(tops[m] - top), m < n.
+  // mass[m] += share * totals[m] * 2^(tops[m] - top), m < n.
   void (*mass)(int64_t n, const float* tops, const float* totals, float top, float share, float* mass);
   int wide_bytes;  // of an entry of a widened query
 };

@@ -89,6 +89,52 @@ UMBRA_INLINE void dot_few(const int16_t* q, const int8_t* keys, int padded, cons
   for (int r = 0; r < kRows; ++r) store_logits(pairs[r], k_scales, factors[r], logits + r * kBlock);
 }
 
+// Eight keys, `stride` bytes apart, entries [0, 16): pairs of entries as int32, key by key, the pairs kLanes apart.
+UMBRA_INLINE void turn_keys(const int8_t* keys, int stride, int32_t* turned) {
+  __m256i x[8], y[8];
+  for (int t = 0; t < 8; ++t) x[t] = widened(keys + t * stride);
+  for (int t = 0; t < 8; t += 2) {
+    y[t] = _mm256_unpacklo_epi32(x[t], x[t + 1]);
+    y[t + 1] = _mm256_unpackhi_epi32(x[t], x[t + 1]);
+  }
+  for (int t = 0; t < 8; t += 4) {
+    for (int i = 0; i < 2; ++i) {
+      x[t + 2 * i] = _mm256_unpacklo_epi64(y[t + i], y[t + 2 + i]);
+      x[t + 2 * i + 1] = _mm256_unpackhi_epi64(y[t + i], y[t + 2 + i]);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    auto* const to = reinterpret_cast<__m256i*>(turned + i * kLanes);
+    _mm256_storeu_si256(to, _mm256_permute2x128_si256(x[i], x[4 + i], 0x20));
+    _mm256_storeu_si256(to + 4 * kLanes / 8, _mm256_permute2x128_si256(x[i], x[4 + i], 0x31));  // four pairs on
+  }
+}
+
+// Logits of queries with 16 turned keys: for many rows, none of which then has to be folded.
+template <int kRows>
+UMBRA_INLINE void dot_turned(const int16_t* const (&q)[kRows], const int32_t* turned, int padded, const float* k_scales,
+                             const float (&factors)[kRows], float* logits) {
+  __m256i s[kRows][2];
+  for (auto& row : s) row[0] = row[1] = _mm256_setzero_si256();
+  for (int c = 0; c < padded; c += 2) {
+    const auto* const at = reinterpret_cast<const __m256i*>(turned + c / 2 * kLanes);
+    const __m256i low = _mm256_loadu_si256(at), high = _mm256_loadu_si256(at + 1);
+    for (int r = 0; r < kRows; ++r) {
+      int32_t both;
+      std::memcpy(&both, q[r] + c, 4);
+      const __m256i x = _mm256_set1_epi32(both);
+      s[r][0] = multiply_add(s[r][0], x, low);
+      s[r][1] = multiply_add(s[r][1], x, high);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < 2; ++i) {
+      const __m256 products = _mm256_mul_ps(_mm256_cvtepi32_ps(s[r][i]), _mm256_loadu_ps(k_scales + 8 * i));
+      _mm256_storeu_ps(logits + r * kBlock + 8 * i, _mm256_mul_ps(products, _mm256_set1_ps(factors[r])));
+    }
+  }
+}
+
 // 16 entries of two tokens' values, side by side as `weigh_tile` wants them: 32 numbers.
 UMBRA_INLINE void pair_values(__m256i a, __m256i b, int16_t* out) {
   store_words(out, _mm256_unpacklo_epi16(a, b));
@@ -104,19 +150,32 @@ UMBRA_INLINE void add_tile(__m256i first, __m256i second, float step, float* wei
   _mm256_storeu_ps(weighted + 8, _mm256_fmadd_ps(high, factor, _mm256_loadu_ps(weighted + 8)));
 }
 
-// weighted[0 .. 16 kTiles) += step * sum of weight * value over pairs of tokens, whose values lie `stride` apart.
-template <int kTiles>
-UMBRA_INLINE void weigh_tile(const int16_t* weights, const int16_t* values, int pairs, int stride, float step,
-                             float* weighted) {
-  __m256i s[2 * kTiles];
-  for (auto& x : s) x = _mm256_setzero_si256();
-  for (int p = 0; p < pairs; ++p) {
-    int32_t both;
-    std::memcpy(&both, weights + 2 * p, 4);
-    const __m256i w = _mm256_set1_epi32(both);
-    for (int i = 0; i < 2 * kTiles; ++i) s[i] = multiply_add(s[i], w, words_at(values + p * stride + 16 * i));
+// weighted[r][0 .. 16 kTiles) += steps[r] * sum of weight * value over pairs of tokens, whose values lie `stride` apart, for
+// kRows rows: their weights lie kBlock apart, their steps kBlock / kSpan, their results `padded`.
+template <int kRows, int kTiles>
+UMBRA_INLINE void weigh_tile(const int16_t* weights, const int16_t* values, int pairs, int stride, const float* steps,
+                             int padded, float* weighted) {
+  __m256i s[kRows][2 * kTiles];
+  for (auto& row : s) {
+    for (auto& x : row) x = _mm256_setzero_si256();
   }
-  for (int i = 0; i < kTiles; ++i) add_tile(s[2 * i], s[2 * i + 1], step, weighted + 16 * i);
+  for (int p = 0; p < pairs; ++p) {
+    __m256i w[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      int32_t both;
+      std::memcpy(&both, weights + r * kBlock + 2 * p, 4);
+      w[r] = _mm256_set1_epi32(both);
+    }
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      const __m256i v = words_at(values + p * stride + 16 * i);
+      for (int r = 0; r < kRows; ++r) s[r][i] = multiply_add(s[r][i], w[r], v);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kTiles; ++i) {
+      add_tile(s[r][2 * i], s[r][2 * i + 1], steps[r * (kBlock / kSpan)], weighted + r * padded + 16 * i);
+    }
+  }
 }
 
 // The same for 16 entries of few rows and values as they are stored, 2 `padded` bytes apart. Weights of the rows lie
@@ -168,17 +227,20 @@ UMBRA_INLINE void pair_values(Words a, Words b, int16_t* out) {
   for (int i = 0; i < kLanes; ++i) out[2 * i] = a.v[i], out[2 * i + 1] = b.v[i];
 }
 
-template <int kTiles>
-UMBRA_INLINE void weigh_tile(const int16_t* weights, const int16_t* values, int pairs, int stride, float step,
-                             float* weighted) {
-  int32_t s[kLanes * kTiles] = {};
-  for (int p = 0; p < pairs; ++p) {
-    const int32_t first = weights[2 * p], second = weights[2 * p + 1];
-    const int16_t* const v = values + p * stride;
-    for (int i = 0; i < kLanes * kTiles; ++i) s[i] += first * v[2 * i] + second * v[2 * i + 1];
-  }
-  for (int i = 0; i < kLanes * kTiles; ++i) {
-    weighted[i] = __builtin_fmaf(static_cast<float>(s[i]), step, weighted[i]);
+template <int kRows, int kTiles>
+UMBRA_INLINE void weigh_tile(const int16_t* weights, const int16_t* values, int pairs, int stride, const float* steps,
+                             int padded, float* weighted) {
+  for (int r = 0; r < kRows; ++r) {
+    int32_t s[kLanes * kTiles] = {};
+    for (int p = 0; p < pairs; ++p) {
+      const int32_t first = weights[r * kBlock + 2 * p], second = weights[r * kBlock + 2 * p + 1];
+      const int16_t* const v = values + p * stride;
+      for (int i = 0; i < kLanes * kTiles; ++i) s[i] += first * v[2 * i] + second * v[2 * i + 1];
+    }
+    float* const to = weighted + r * padded;
+    for (int i = 0; i < kLanes * kTiles; ++i) {
+      to[i] = __builtin_fmaf(static_cast<float>(s[i]), steps[r * (kBlock / kSpan)], to[i]);
+    }
   }
 }
 

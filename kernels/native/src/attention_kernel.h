@@ -13,28 +13,24 @@
 namespace umbra::UMBRA_ISA {
 namespace {
 
+constexpr int kTile = 64;  // entries of values that are widened together
 constexpr float kInt16 = 32767.0f;
+constexpr float kLog2E = 1.44269504f;
 constexpr float kTiny = 1e-25f;    // weights below it count as zero where they share no scale with greater ones
 
 UMBRA_INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 UMBRA_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// e^x for x <= 0 to within 1 ulp or so, as `exp`, but cheaper: below -87.68 a number that is not normal, and so counts as
-// zero in every operation (`FloatMode`).
-UMBRA_INLINE F exp_weight(F x) {
-  constexpr float kLow = -88.0f, kShift = 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+// 2^x for x <= 0, exactly 1 at 0, relative error below 2e-7. Below -126.5 the result is zero or a number that is not normal,
+// and so counts as zero in every operation (`FloatMode`). The polynomial is the minimax one with that value at 0.
+UMBRA_INLINE F exp2_weight(F x) {
+  constexpr float kLow = -127.0f, kShift = 12582912.0f;  // 1.5 * 2^23: rounds to an integer
   const F inside = max(x, set(kLow));
-  const F shifted = fma(inside, set(1.44269504f), set(kShift));
-  const F k = shifted - set(kShift);
-  F r = fma(k, set(-0.693359375f), inside);
-  r = fma(k, set(2.12194440e-4f), r);
-  F p = fma(set(1.9875691500e-4f), r, set(1.3981999507e-3f));
-  p = fma(p, r, set(8.3334519073e-3f));
-  p = fma(p, r, set(4.1665795894e-2f));
-  p = fma(p, r, set(1.6666665459e-1f));
-  p = fma(p, r, set(5.0000001201e-1f));
-  const F value = fma(p, r * r, r) + set(1.0f);
-  return from_bits(bits(value) + shl<23>(bits(shifted)));
+  const F shifted = inside + set(kShift);
+  const F r = inside - (shifted - set(kShift)), r2 = r * r;
+  const F low = fma(set(0.24022242f), r, set(0.693147f)), middle = fma(set(0.0096715130f), r, set(0.055507336f));
+  const F poly = fma(fma(set(0.0013264727f), r2, middle), r2, low);
+  return from_bits(bits(fma(poly, r, set(1.0f))) + shl<23>(bits(shifted)));
 }
 
 // ---- types of pools
@@ -121,7 +117,7 @@ void query(const AttentionHead& head, const float* x, const float* weight, float
   if constexpr (sizeof(typename Kv::Wide) == 4) {
     float* const row = static_cast<float*>(wide);
     prepare(head, x, weight, eps, turn, row);
-    for (int c = 0; c < head.padded; c += kLanes) store(row + c, load(row + c) * set(head.scale));
+    for (int c = 0; c < head.padded; c += kLanes) store(row + c, load(row + c) * set(head.scale * kLog2E));
     *scale = 1.0f;
   } else {
     float row[kMaxHead];
@@ -130,7 +126,7 @@ void query(const AttentionHead& head, const float* x, const float* weight, float
     const F inverse = set(top > kTiny ? kInt16 / top : 0.0f);
     int16_t* const to = static_cast<int16_t*>(wide);
     for (int c = 0; c < head.padded; c += kLanes) store_int16(to + c, round(load(row + c) * inverse));
-    *scale = top * (1.0f / kInt16) * head.scale;
+    *scale = top * (1.0f / kInt16) * (head.scale * kLog2E);
   }
 }
 
@@ -179,7 +175,7 @@ void store_kv(const AttentionHead& head, const float* k, const float* v, const f
 
 // ---- one block
 
-// Parts of the scratch memory.
+// Parts of the scratch memory, of `attention_scratch` bytes.
 template <class Kv>  // Float or Int8
 struct Scratch {
   float* logits;              // [R, P]; for float pools then the weights
@@ -187,15 +183,15 @@ struct Scratch {
   float* steps;               // [R, P / kSpan]: what integer weights are multiplied by; 0: the span adds nothing
   float* k_scales;            // [P]
   float* v_scales;            // [P]
-  typename Kv::Wide* wide;    // [kSpan, padded]
+  typename Kv::Wide* wide;    // some keys, a tile of values, or all keys, turned
 
-  Scratch(void* memory, int rows) {
+  Scratch(void* memory, int rows, int padded) {
     logits = static_cast<float*>(memory);
-    steps = logits + static_cast<int64_t>(rows) * kBlock;
+    steps = logits + static_cast<int64_t>(round_up(rows, kTogether)) * kBlock;
     k_scales = steps + rows * (kBlock / kSpan);
     v_scales = k_scales + kBlock;
     wide = reinterpret_cast<typename Kv::Wide*>(v_scales + kBlock);
-    weights = reinterpret_cast<int16_t*>(wide + kSpan * kMaxHead);
+    weights = reinterpret_cast<int16_t*>(wide + kBlock * padded);
   }
 };
 
@@ -218,10 +214,11 @@ UMBRA_INLINE void load_scales(const AttentionHead& head, const void* from, Seen 
   }
 }
 
-// Brings in the cache lines of `next` that correspond to `n` bytes from `at` on.
+// Brings in `n` bytes from `at` on of the values that are read next. A few lines at a time, all along: a burst would wait
+// for itself.
 UMBRA_INLINE void prefetch_part(const AttentionBlock& block, int64_t at, int64_t n) {
-  const int64_t end = at + n < block.next_bytes ? at + n : block.next_bytes;
-  for (int64_t i = at; i < end; i += 64) prefetch(static_cast<const char*>(block.next) + i);
+  if (!block.next) return;
+  for (int64_t i = at; i < at + n; i += 64) prefetch(static_cast<const char*>(block.next) + i);
 }
 
 // Logits of all rows for the keys [from, from + 8), without softcap and masks.
@@ -267,7 +264,7 @@ UMBRA_INLINE void widen_key(const uint16_t* from, int size, int padded, float* t
 
 #if defined(__AVX2__)
 template <class Kv, int kPadded>
-constexpr bool kHasFew = sizeof(typename Kv::Stored) == 1 && kPadded != 0;
+constexpr bool kFast = sizeof(typename Kv::Stored) == 1 && kPadded != 0;
 
 template <int kRows>
 struct Count {
@@ -292,11 +289,13 @@ UMBRA_INLINE void dot_token(const AttentionRows& rows, const int8_t* keys, const
   });
 }
 template <int kPadded>
-UMBRA_INLINE void weigh_token(const Scratch<Int8>& s, int rows, const int8_t* values, int from, int to,
+UMBRA_INLINE void weigh_token(const AttentionBlock& block, const Scratch<Int8>& s, int rows, int from, int to,
                               float* weighted) {
+  const int8_t* const values = static_cast<const int8_t*>(block.values);
   const int even = from & ~1, pairs = (to - even + 1) / 2;
   in_fours(rows, [&](auto n, int r) {
     for (int c = 0; c < kPadded; c += kLanes) {
+      if (r == 0) prefetch_part(block, kBlock * kPadded + from / kSpan * kSpan * kPadded + c * kSpan, kLanes * kSpan);
       weigh_few<n.value>(s.weights + r * kBlock + even, values + even * 2 * kPadded + kPadded + c, pairs, kPadded,
                          s.steps + r * (kBlock / kSpan) + from / kSpan, weighted + r * kPadded + c);
     }
@@ -304,17 +303,57 @@ UMBRA_INLINE void weigh_token(const Scratch<Int8>& s, int rows, const int8_t* va
 }
 #endif
 
-// Logits for the keys that any row sees (and up to seven around them).
+// ---- many rows
+
+#if defined(__AVX2__)
+constexpr int kManyRows = 16;  // from here on turning the keys pays
+
+// The same as `dot_block`.
+template <int kPadded>
+UMBRA_INLINE void dot_many(const AttentionRows& rows, const AttentionBlock& block, Seen all, const Scratch<Int8>& s) {
+  const int8_t* const keys = static_cast<const int8_t*>(block.values);
+  int32_t* const turned = reinterpret_cast<int32_t*>(s.wide);
+  for (int t = all.begin & ~(kLanes - 1); t < all.end; t += kLanes) {
+    prefetch_part(block, t * kPadded, kLanes * kPadded);
+    for (int i = 0; i < kLanes; i += 8) {
+      for (int c = 0; c < kPadded; c += kLanes) {
+        turn_keys(keys + (t + i) * 2 * kPadded + c, 2 * kPadded, turned + c / 2 * kLanes + i);
+      }
+    }
+    const int16_t* token = static_cast<const int16_t*>(rows.queries);
+    const float* scales = rows.scales;
+    int head = 0;
+    for (int r = 0; r < rows.count; r += kTogether) {
+      const int16_t* q[kTogether];
+      float factors[kTogether];
+      for (int i = 0; i < kTogether; ++i) {
+        q[i] = token + head * kPadded;
+        factors[i] = scales[head];
+        if (r + i + 1 >= rows.count) continue;  // the last row again, if they do not come out even
+        if (++head == rows.per_token) head = 0, token += rows.token_stride, scales += rows.scale_stride;
+      }
+      dot_turned(q, turned, kPadded, s.k_scales + t, factors, s.logits + r * kBlock + t);
+    }
+  }
+}
+#endif
+
+// Logits for the keys that any row sees (and a few around them).
 template <class Kv, int kPadded, class Width>
 UMBRA_INLINE void dot_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block, Seen all,
                             const Scratch<Width>& s) {
   const auto* const values = static_cast<const typename Kv::Stored*>(block.values);
   const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
   const int64_t bytes = sizeof(*values) * 2 * size;
+#if defined(__AVX2__)
+  if constexpr (kFast<Kv, kPadded>) {
+    if (rows.count >= kManyRows) return dot_many<kPadded>(rows, block, all, s);
+  }
+#endif
   for (int from = all.begin & ~(kKeys - 1); from < all.end; from += kKeys) {
     prefetch_part(block, from * bytes / 2, kKeys * bytes / 2);  // `weigh_block` does the second half
 #if defined(__AVX2__)
-    if constexpr (kHasFew<Kv, kPadded>) {
+    if constexpr (kFast<Kv, kPadded>) {
       if (rows.tokens == 1) {
         dot_token<kPadded>(rows, values + from * 2 * size, s.k_scales + from, s.logits + from);
         continue;
@@ -339,8 +378,8 @@ UMBRA_INLINE float masked(const AttentionHead& head, Seen seen, float* x) {
   for (int t = seen.begin / kSpan * kSpan; t < round_up(seen.end, kSpan); t += kLanes) {
     F y = load(x + t);
     if (head.softcap > 0.0f) {  // tanh(a) = 1 - 2 / (exp(2 a) + 1)
-      const F twice = exp(y * set(2.0f / head.softcap));
-      y = set(head.softcap) * (set(1.0f) - set(2.0f) / (twice + set(1.0f)));
+      const F twice = exp(y * set(2.0f / (head.softcap * kLog2E)));
+      y = set(head.softcap * kLog2E) * (set(1.0f) - set(2.0f) / (twice + set(1.0f)));
     }
     const I at = iota() + iset(t);
     y = select(gt(at, iset(seen.begin - 1)) & gt(iset(seen.end), at), y, none);
@@ -350,13 +389,13 @@ UMBRA_INLINE float masked(const AttentionHead& head, Seen seen, float* x) {
   return max(top);
 }
 
-// Logits of one row, capped and masked, to weights; their sum. In a float pool the weights are what values are multiplied
+// Logits of one row (times log2 e), capped and masked, to weights; their sum. In a float pool the weights are what values are multiplied
 // by,
 UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Float>& s) {
   float* const x = s.logits + row * kBlock;
   F total = zero();
   for (int t = seen.begin / kSpan * kSpan; t < round_up(seen.end, kSpan); t += kLanes) {
-    const F y = exp_weight(load(x + t) - set(top));
+    const F y = exp2_weight(load(x + t) - set(top));
     store(x + t, y);
     total = total + y;
   }
@@ -372,7 +411,7 @@ UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Int8>& s)
     F most = zero();
     if (span * kSpan < seen.end && (span + 1) * kSpan > seen.begin) {
       for (int t = span * kSpan; t < (span + 1) * kSpan; t += kLanes) {
-        F y = exp_weight(load(x + t) - set(top));
+        F y = exp2_weight(load(x + t) - set(top));
         total = total + y;
         y = y * load(s.v_scales + t);
         store(x + t, y);
@@ -397,8 +436,7 @@ UMBRA_INLINE void quantise_weights(const AttentionRows& rows, const Scratch<Int8
       if (inverse[i] == 0.0f) continue;
       const int at = (from + i) * kSpan;
       const F factor = set(inverse[i]);
-      store_int16(s.weights + at, round(load(s.logits + at) * factor));
-      store_int16(s.weights + at + kLanes, round(load(s.logits + at + kLanes) * factor));
+      for (int t = at; t < at + kSpan; t += kLanes) store_int16(s.weights + t, round(load(s.logits + t) * factor));
     }
   }
 }
@@ -414,47 +452,56 @@ UMBRA_INLINE void weigh_tile(const float* weights, const float* values, int toke
   for (int i = 0; i < kTiles; ++i) store(weighted + kLanes * i, s[i]);
 }
 
-// The values of the tokens [from, to) of one span, widened.
-template <int kPadded>
-UMBRA_INLINE void widen_values(const AttentionHead& head, const int8_t* values, int from, int to, int16_t* wide) {
-  const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
-  for (int t = from & ~1; t < to; t += 2, wide += 2 * padded) {
-    const int8_t* const a = values + t * 2 * size + size;
+// Entries [c, c + width) of the values of the tokens [from, to), widened: `width` a token, zeros behind the last one.
+UMBRA_INLINE void widen_values(const int8_t* values, int size, int c, int width, int from, int to, int16_t* wide) {
+  const int n = size - c < width ? size - c : width, whole = n & ~(kLanes - 1);
+  for (int t = from & ~1; t < to; t += 2, wide += 2 * width) {
+    const int8_t* const a = values + t * 2 * size + size + c;
     const int8_t* const b = a + 2 * size;
-    const int whole = size & ~(kLanes - 1);
-    for (int c = 0; c < whole; c += kLanes) pair_values(widened(a + c), widened(b + c), wide + 2 * c);
-    if (whole == size) continue;
+    for (int i = 0; i < whole; i += kLanes) pair_values(widened(a + i), widened(b + i), wide + 2 * i);
+    if (whole == n) continue;
     int8_t rest[2][kLanes] = {};
-    for (int c = whole; c < size; ++c) rest[0][c - whole] = a[c], rest[1][c - whole] = b[c];
+    for (int i = whole; i < n; ++i) rest[0][i - whole] = a[i], rest[1][i - whole] = b[i];
     pair_values(widened(rest[0]), widened(rest[1]), wide + 2 * whole);
   }
 }
-template <int kPadded, class Stored>
-UMBRA_INLINE void widen_values(const AttentionHead& head, const Stored* values, int from, int to, float* wide) {
-  const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
-  for (int t = from; t < to; ++t, wide += padded) widen(values + t * 2 * size + size, size, padded, wide);
+template <class Stored>
+UMBRA_INLINE void widen_values(const Stored* values, int size, int c, int width, int from, int to, float* wide) {
+  const int n = size - c < width ? size - c : width;
+  for (int t = from; t < to; ++t, wide += width) widen(values + t * 2 * size + size + c, n, width, wide);
 }
 
-// weighted += weights * values for the tokens [from, to) of one span, one row.
-template <int kPadded>
-UMBRA_INLINE void weigh_row(const Scratch<Int8>& s, int row, int from, int to, int padded_at_run_time,
-                            float* weighted) {
-  const int padded = kPadded ? kPadded : padded_at_run_time;
-  const float step = s.steps[row * (kBlock / kSpan) + from / kSpan];
-  if (step == 0.0f) return;
+// weighted += weights * values for the tokens [from, to) of one span, `width` entries of every row.
+UMBRA_INLINE void weigh_rows(const AttentionRows& rows, const Scratch<Int8>& s, int from, int to, int width, int padded,
+                             float* weighted) {
   const int even = from & ~1, pairs = (to - even + 1) / 2;
-  const int16_t* const weights = s.weights + row * kBlock + even;
-  int c = 0;
-  for (; c + 64 <= padded; c += 64) weigh_tile<4>(weights, s.wide + 2 * c, pairs, 2 * padded, step, weighted + c);
-  for (; c < padded; c += 16) weigh_tile<1>(weights, s.wide + 2 * c, pairs, 2 * padded, step, weighted + c);
+  for (int r = 0; r < rows.count; r += 2) {
+    const int16_t* const weights = s.weights + r * kBlock + even;
+    const float* const steps = s.steps + r * (kBlock / kSpan) + from / kSpan;
+    float* const out = weighted + static_cast<int64_t>(r) * padded;
+    const bool two = r + 1 < rows.count;
+    if (steps[0] == 0.0f && (!two || steps[kBlock / kSpan] == 0.0f)) continue;
+    int c = 0;
+    if (two) {
+      for (; c + 32 <= width; c += 32) weigh_tile<2, 2>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
+      for (; c < width; c += 16) weigh_tile<2, 1>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
+    } else {
+      for (; c + 64 <= width; c += 64) weigh_tile<1, 4>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
+      for (; c < width; c += 16) weigh_tile<1, 1>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
+    }
+  }
 }
-template <int kPadded>
-UMBRA_INLINE void weigh_row(const Scratch<Float>& s, int row, int from, int to, int padded_at_run_time, float* weighted) {
-  const int padded = kPadded ? kPadded : padded_at_run_time;
-  const float* const weights = s.logits + row * kBlock + from;
-  int c = 0;
-  for (; c + 64 <= padded; c += 64) weigh_tile<4>(weights, s.wide + c, to - from, padded, weighted + c);
-  for (; c < padded; c += 16) weigh_tile<1>(weights, s.wide + c, to - from, padded, weighted + c);
+UMBRA_INLINE void weigh_rows(const AttentionRows& rows, const Scratch<Float>& s, int from, int to, int width, int padded,
+                             float* weighted) {
+  for (int r = 0; r < rows.count; ++r) {
+    const Seen seen = seen_by(rows, r / rows.per_token);
+    if (seen.begin >= to || seen.end <= from) continue;  // its weights are not set
+    const float* const weights = s.logits + r * kBlock + from;
+    float* const out = weighted + static_cast<int64_t>(r) * padded;
+    int c = 0;
+    for (; c + 64 <= width; c += 64) weigh_tile<4>(weights, s.wide + c, to - from, width, out + c);
+    for (; c < width; c += 16) weigh_tile<1>(weights, s.wide + c, to - from, width, out + c);
+  }
 }
 
 // Values, weighted, of the tokens that any row sees.
@@ -465,21 +512,20 @@ UMBRA_INLINE void weigh_block(const AttentionHead& head, const AttentionRows& ro
   const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
   for (int span = all.begin / kSpan * kSpan; span < all.end; span += kSpan) {
     const int from = span < all.begin ? all.begin : span, to = span + kSpan < all.end ? span + kSpan : all.end;
-    const int64_t bytes = static_cast<int64_t>(kSpan) * size * sizeof(*values);
-    prefetch_part(block, block.next_bytes / 2 + span / kSpan * bytes, bytes);
 #if defined(__AVX2__)
-    if constexpr (kHasFew<Kv, kPadded>) {
+    if constexpr (kFast<Kv, kPadded>) {
       if (rows.tokens == 1) {
-        weigh_token<kPadded>(s, rows.count, values, from, to, weighted);
+        weigh_token<kPadded>(block, s, rows.count, from, to, weighted);
         continue;
       }
     }
 #endif
-    widen_values<kPadded>(head, values, from, to, s.wide);
-    for (int r = 0; r < rows.count; ++r) {
-      const Seen seen = seen_by(rows, r / rows.per_token);
-      if (seen.begin >= to || seen.end <= from) continue;  // its weights are not set
-      weigh_row<kPadded>(s, r, from, to, padded, weighted + static_cast<int64_t>(r) * padded);
+    const int64_t bytes = static_cast<int64_t>(kSpan) * size * sizeof(*values);
+    prefetch_part(block, kBlock / kSpan * bytes + span / kSpan * bytes, bytes);
+    for (int c = 0; c < padded; c += kTile) {
+      const int width = padded - c < kTile ? padded - c : kTile;
+      widen_values(values, size, c, width, from, to, s.wide);
+      weigh_rows(rows, s, from, to, width, padded, weighted + c);
     }
   }
 }
@@ -488,10 +534,15 @@ template <class Kv, int kPadded>
 void attend_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block,
                   const AttentionState& state, void* memory) {
   using Width = std::conditional_t<sizeof(typename Kv::Stored) == 1, Int8, Float>;
-  const Scratch<Width> s(memory, rows.count);
   const int padded = kPadded ? kPadded : head.padded;
+  const Scratch<Width> s(memory, rows.count, padded);
   const Seen all = {seen_by(rows, 0).begin, seen_by(rows, rows.tokens - 1).end};
   if constexpr (sizeof(typename Kv::Stored) == 1) {
+    if (block.next_scales) {
+      for (int i = 0; i < 2 * kBlock * (head.half_scales ? 2 : 4); i += 64) {
+        prefetch(static_cast<const char*>(block.next_scales) + i);
+      }
+    }
     load_scales(head, block.k_scales, all, s.k_scales);
     load_scales(head, block.v_scales, all, s.v_scales);
   }
@@ -500,6 +551,7 @@ void attend_block(const AttentionHead& head, const AttentionRows& rows, const At
     const Seen seen = seen_by(rows, r / rows.per_token);
     state.top[r] = state.total[r] = 0.0f;
     for (int c = 0; c < padded; c += kLanes) store(state.weighted + static_cast<int64_t>(r) * padded + c, zero());
+    for (int i = 0; i < kBlock / kSpan; ++i) s.steps[r * (kBlock / kSpan) + i] = 0.0f;
     if (seen.begin >= seen.end) continue;
     state.top[r] = masked(head, seen, s.logits + r * kBlock);
     state.total[r] = soften(seen, r, state.top[r], s);
@@ -525,7 +577,8 @@ void merge(int rows, int padded, const AttentionState& into, const AttentionStat
     const F part_top = load(part.top + from, n), part_total = load(part.total + from, n);
     const M any = gt(total, zero()), more = gt(part_total, zero());
     const F new_top = select(any & more, max(top, part_top), select(more, part_top, top));
-    const F kept = select(any, exp(top - new_top), zero()), added = select(more, exp(part_top - new_top), zero());
+    const F kept = select(any, exp2_weight(top - new_top), zero());
+    const F added = select(more, exp2_weight(part_top - new_top), zero());
     store(into.top + from, new_top, n);
     store(into.total + from, fma(total, kept, part_total * added), n);
     float factors[2][kLanes];
@@ -556,7 +609,8 @@ void finish(int size, const float* weighted, float total, float* out) {
 void mass(int64_t n, const float* tops, const float* totals, float top, float share, float* mass) {
   for (int64_t m = 0; m < n; m += kLanes) {
     const int count = n - m < kLanes ? static_cast<int>(n - m) : kLanes;
-    const F there = load(totals + m, count) * exp(load(tops + m, count) - set(top));
+    const F total = load(totals + m, count), factor = exp2_weight(load(tops + m, count) - set(top));
+    const F there = select(gt(total, zero()), total * factor, zero());
     store(mass + m, fma(there, set(share), load(mass + m, count)), count);
   }
 }

@@ -1,4 +1,6 @@
 // The custom calls of kernels/linear/cpu.py: they check what XLA passes and hand it on to linear_run.cc.
+#include <algorithm>
+#include <optional>
 #include <string>
 
 #include "handler.h"
@@ -82,7 +84,8 @@ class Operands {
 
   int64_t at(const char* name, int64_t layers) {
     if (layer_ < 0 || layer_ >= layers) {
-      fail(std::string("there is no layer ") + std::to_string(layer_) + " in " + name + " of " + std::to_string(layers));
+      const std::string all = std::string(name) + " of " + std::to_string(layers);
+      fail("there is no layer " + std::to_string(layer_) + " in " + all);
       return 0;
     }
     return layer_;

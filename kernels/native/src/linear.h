@@ -48,11 +48,11 @@ struct Matrix {
 struct Rows {
   int64_t count;
   int64_t width;        // floats of a row: inputs, padded with zeros to a multiple of 16
-  const int8_t* q;      // [G, count, 32]
-  const float* scale;   // [G, count]
-  const float* total;   // [G, count]: scale * sum of q
-  const int32_t* sums;  // [G, count, 2]: sum of q over the first and the last 16; null where kernels need none
-  const float* values;  // [count, width], for float matrices
+  int8_t* q;      // [G, count, 32]
+  float* scale;   // [G, count]
+  float* total;   // [G, count]: scale * sum of q
+  int32_t* sums;  // [G, count, 2]: sum of q over the first and the last 16; null where kernels need none
+  float* values;  // [count, width], for float matrices
 };
 
 // Results of rows [first, first + n) with up to kStreams blocks: `out` [n_blocks, n, 16]; n is at most kMaxRows.
@@ -65,7 +65,8 @@ struct Product {
   float* out;
 };
 
-// How a row becomes an operand: activation(x) * up, then the norm, then integers and / or floats. Every part is optional.
+// How a row becomes an operand: activation(x) * up, then the norm, then integers, floats or both. The first two are
+// optional.
 struct Preparation {
   const float* x;   // [R, in]
   const float* up;  // [R, in] or null

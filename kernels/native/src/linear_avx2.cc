@@ -200,9 +200,7 @@ inline void tile8(const uint8_t* w, const uint8_t* super, const Operand& a, floa
   }
 }
 
-// Most rows of a tile, by the registers it needs, and the number of rows from which it pays to unpack a group once
-// (measured on Zen 3).
-constexpr int most_rows(Form form) { return four_bits(form) ? 6 : 4; }
+// From how many rows on it pays to unpack a group of 4-bit weights once (measured on Zen 3).
 constexpr int kUnpackFrom = 19;
 
 // Rows [0, n) of a product in tiles of M + 1 (the first `larger` tiles) and M.
@@ -214,10 +212,9 @@ inline void tiles(int64_t larger, int64_t n, const Tile& tile) {
   for (; row < n; row += M) tile(std::integral_constant<int, M>(), row);
 }
 
-template <Form form, int M, bool unpack>
+template <Form form, int M, int kMost, bool unpack>
 inline void group_tiles(const uint8_t* w, const uint8_t* super, const Rows& rows, int64_t group, int64_t first,
                         int64_t larger, int64_t n, float* out) {
-  constexpr int kMost = most_rows(form);
   const Packed<form> packed{w, super};
   if constexpr (!four_bits(form)) {
     tiles<M, kMost>(larger, n, [&](auto size, int64_t row) {
@@ -236,7 +233,7 @@ inline void group_tiles(const uint8_t* w, const uint8_t* super, const Rows& rows
 }
 
 // Rows in tiles of M + 1 (the first `larger` tiles) and M.
-template <Form form, int M, bool unpack>
+template <Form form, int M, int kMost, bool unpack>
 __attribute__((noinline)) void walk(const Product& p, int64_t larger) {
   constexpr int64_t kBytes = group_bytes(form), kSuperBytes = super_bytes(form);
   const int64_t groups = p.matrix->groups();
@@ -251,30 +248,33 @@ __attribute__((noinline)) void walk(const Product& p, int64_t larger) {
     for (int s = 0; s < p.n_blocks; ++s) {
       const uint8_t* const w = data[s] + g * kBytes;
       for (int64_t line = 0; line < kBytes; line += 64) prefetch(w + kAhead + line);
-      group_tiles<form, M, unpack>(w, supers[s] + g / kSuper * kSuperBytes, *p.rows, g, p.first, larger, p.n,
+      group_tiles<form, M, kMost, unpack>(w, supers[s] + g / kSuper * kSuperBytes, *p.rows, g, p.first, larger, p.n,
                                    p.out + s * p.n * kChannels);
     }
   }
 }
 
-template <Form form, bool unpack, int M>
-void with_tiles(const Product& p, int64_t rows, int64_t larger) {
+template <Form form, bool unpack, int kMost, int M = kMost>
+void with_tiles(const Product& p) {
+  const int64_t tiles = (p.n + kMost - 1) / kMost;
   if constexpr (M >= 1) {
-    if (rows == M) walk<form, M, unpack>(p, larger);
-    else with_tiles<form, unpack, M - 1>(p, rows, larger);
+    if (p.n / tiles == M) walk<form, M, kMost, unpack>(p, p.n % tiles);
+    else with_tiles<form, unpack, kMost, M - 1>(p);
   }
 }
 
+// Registers hold the sums of 6 rows with 4-bit weights. With 8-bit ones they hold those of 5, but beside tiles of
+// another size only of 4.
 template <Form form>
 void product_of(const Product& p) {
-  const auto run = [&](auto unpack) {
-    constexpr int kMost = most_rows(form);
-    const int64_t tiles = (p.n + kMost - 1) / kMost;
-    with_tiles<form, unpack(), kMost>(p, p.n / tiles, p.n % tiles);
-  };
-  if constexpr (four_bits(form))
-    if (p.n >= kUnpackFrom) return run(std::true_type());
-  run(std::false_type());
+  if constexpr (four_bits(form)) {
+    if (p.n >= kUnpackFrom) with_tiles<form, true, 6>(p);
+    else with_tiles<form, false, 6>(p);
+  } else if (p.n % 5 == 0) {
+    walk<form, 5, 5, false>(p, 0);
+  } else {
+    with_tiles<form, false, 4>(p);
+  }
 }
 
 void product(const Product& p) {

@@ -14,67 +14,99 @@ constexpr int kTileRows = 4, kTileChannels = 4;
 constexpr int kTileRows = 3, kTileChannels = 2;
 #endif
 
+// Weights [i, i + 16) of a row; `left` of them if they are fewer.
 template <bool bfloat16>
-UMBRA_INLINE F load_weights(const uint8_t* row, int64_t i, int64_t n) {
-  if constexpr (bfloat16) {
-    const auto* const p = reinterpret_cast<const uint16_t*>(row) + i;
-    if (n - i >= 16) return load_bf16(p);
-    uint16_t padded[16] = {};
-    std::memcpy(padded, p, 2 * (n - i));
-    return load_bf16(padded);
-  } else {
-    const auto* const p = reinterpret_cast<const float*>(row);
-    return n - i >= 16 ? load(p + i) : load(p + i, static_cast<int>(n - i));
-  }
+UMBRA_INLINE F load_weights(const uint8_t* row, int64_t i) {
+  if constexpr (bfloat16) return load_bf16(reinterpret_cast<const uint16_t*>(row) + i);
+  else return load(reinterpret_cast<const float*>(row) + i);
+}
+template <bool bfloat16>
+UMBRA_INLINE F load_weights(const uint8_t* row, int64_t i, int left) {
+  constexpr int kBytes = bfloat16 ? 2 : 4;
+  uint8_t padded[16 * kBytes] = {};
+  std::memcpy(padded, row + i * kBytes, kBytes * left);
+  return load_weights<bfloat16>(padded, 0);
 }
 
+// One channel of a float matrix, and where the results of rows 0, 1, .. go (kChannels apart).
+struct Column {
+  const uint8_t* weights;
+  float* out;
+};
+
+UMBRA_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+
 // R rows times C channels: every result has sixteen partial sums of its own.
-template <bool bfloat16, int R, int C>
-UMBRA_INLINE void float_tile(const Matrix& m, int64_t channel, const float* x, int64_t width, float* out) {
-  const int64_t row_bytes = m.in * (bfloat16 ? 2 : 4);
-  const uint8_t* const w = m.data + channel * row_bytes;
+template <bool bfloat16, int R, int C, bool ahead>
+UMBRA_INLINE void float_tile(const Column* columns, int64_t n, const float* x, int64_t width, int64_t row) {
+  constexpr int64_t kAhead = 1024;  // bytes
   F total[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) total[r][c] = zero();
-  for (int64_t i = 0; i < m.in; i += 16) {
-    F part[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) part[c] = load_weights<bfloat16>(w + c * row_bytes, i, m.in);
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) total[r][c] = zero();
+  const auto add = [&](int64_t i, const F(&part)[C]) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const F values = load(x + r * width + i);
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) total[r][c] = fma(values, part[c], total[r][c]);
     }
+  };
+  F part[C];
+  const int64_t whole = n / 16 * 16;
+  for (int64_t i = 0; i < whole; i += 16) {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      part[c] = load_weights<bfloat16>(columns[c].weights, i);
+      if constexpr (ahead) prefetch(columns[c].weights + i * (bfloat16 ? 2 : 4) + kAhead);
+    }
+    add(i, part);
   }
+  if (whole < n) {
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+      part[c] = load_weights<bfloat16>(columns[c].weights, whole, static_cast<int>(n - whole));
+    add(whole, part);
+  }
+#pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) out[r * kChannels + c] = sum(total[r][c]);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) columns[c].out[(row + r) * kChannels] = sum(total[r][c]);
 }
 
 template <bool bfloat16, int C>
-UMBRA_INLINE void float_rows(const Product& p, int64_t channel, float* out) {
-  const int64_t width = p.rows->width;
+UMBRA_INLINE void float_rows(const Product& p, const Column* columns) {
+  const int64_t width = p.rows->width, in = p.matrix->in;
   const float* const x = p.rows->values + p.first * width;
   int64_t row = 0;
-  for (; row + kTileRows <= p.n; row += kTileRows)
-    float_tile<bfloat16, kTileRows, C>(*p.matrix, channel, x + row * width, width, out + row * kChannels);
-  for (; row < p.n; ++row)
-    float_tile<bfloat16, 1, C>(*p.matrix, channel, x + row * width, width, out + row * kChannels);
+  if (p.n >= kTileRows) {
+    float_tile<bfloat16, kTileRows, C, true>(columns, in, x, width, 0);
+    for (row = kTileRows; row + kTileRows <= p.n; row += kTileRows)
+      float_tile<bfloat16, kTileRows, C, false>(columns, in, x + row * width, width, row);
+  }
+  for (; row < p.n; ++row) float_tile<bfloat16, 1, C, true>(columns, in, x + row * width, width, row);
 }
 
+// Channels in the order in which their rows are read: the same one of every block, so that there are as many streams.
 template <bool bfloat16>
 UMBRA_INLINE void float_blocks(const Product& p) {
-  constexpr int kOneRow = 4;  // channels side by side where there are few rows
-  for (int s = 0; s < p.n_blocks; ++s) {
-    const int64_t first = p.block[s] * kChannels, left = p.matrix->out - first;
-    const int64_t channels = left < kChannels ? left : kChannels;
-    float* const out = p.out + s * p.n * kChannels;
-    int64_t c = 0;
-    if (p.n < kTileRows)
-      for (; c + kOneRow <= channels; c += kOneRow) float_rows<bfloat16, kOneRow>(p, first + c, out + c);
-    for (; c + kTileChannels <= channels; c += kTileChannels) float_rows<bfloat16, kTileChannels>(p, first + c, out + c);
-    for (; c < channels; ++c) float_rows<bfloat16, 1>(p, first + c, out + c);
+  constexpr int kFewRows = 4;  // channels side by side where there are few rows
+  const int64_t row_bytes = p.matrix->in * (bfloat16 ? 2 : 4);
+  Column columns[kStreams * kChannels];
+  int count = 0;
+  for (int c = 0; c < kChannels; ++c) {
+    for (int s = 0; s < p.n_blocks; ++s) {
+      const int64_t channel = p.block[s] * kChannels + c;
+      if (channel < p.matrix->out)
+        columns[count++] = {p.matrix->data + channel * row_bytes, p.out + s * p.n * kChannels + c};
+    }
   }
+  int at = 0;
+  if (p.n < kTileRows)
+    for (; at + kFewRows <= count; at += kFewRows) float_rows<bfloat16, kFewRows>(p, columns + at);
+  for (; at + kTileChannels <= count; at += kTileChannels) float_rows<bfloat16, kTileChannels>(p, columns + at);
+  for (; at < count; ++at) float_rows<bfloat16, 1>(p, columns + at);
 }
 
 // Channels past the matrix's end are left alone.
@@ -84,7 +116,8 @@ UMBRA_INLINE void float_product(const Product& p) {
 }
 
 // Scale and minimum of 16 channels in one group (part: the first or the last 16 inputs).
-UMBRA_INLINE void group_scales(Form form, const uint8_t* w, const uint8_t* super, int part, float* scale, float* minimum) {
+UMBRA_INLINE void group_scales(Form form, const uint8_t* w, const uint8_t* super, int part, float* scale,
+                               float* minimum) {
   const auto halves = [](const uint8_t* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); };
   const auto small = [](const uint8_t* p) { return to_float(load_i8(reinterpret_cast<const int8_t*>(p))); };
   F s = zero(), m = zero();
@@ -154,8 +187,9 @@ UMBRA_INLINE Summary summary_of(const float* logits, int64_t n, int32_t channel)
 // Natural logarithm of a normal x > 0 (Cephes' polynomial), within 2 ulp or so; -inf for zero.
 UMBRA_INLINE float log_of(float x) {
   if (!(x > 0.0f)) return -__builtin_inff();
-  constexpr float kPoly[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,  -1.2420140846e-1f, 1.4249322787e-1f,
-                             -1.6668057665e-1f, 2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
+  constexpr float kPoly[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f,
+                             -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                             2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
   constexpr int32_t kRootHalf = 0x3F3504F3;
   int32_t word;
   std::memcpy(&word, &x, 4);
@@ -195,7 +229,9 @@ UMBRA_INLINE void combine_parts(const Summary* parts, int64_t count, int32_t* to
 
 namespace {
 
-void prepare(const Preparation& p, int64_t row, float* scratch, const Rows& rows) { prepare_row(p, row, scratch, rows); }
+void prepare(const Preparation& p, int64_t row, float* scratch, const Rows& rows) {
+  prepare_row(p, row, scratch, rows);
+}
 void finish(const float* x, int64_t n, const float* weight, float epsilon, const float* residual, float* y) {
   finish_row(x, n, weight, epsilon, residual, y);
 }

@@ -16,7 +16,8 @@ void unpack(Form form, const uint8_t* w, int16_t (&weights)[kGroup][kChannels]) 
     const int chunk = k / 4;
     for (int c = 0; c < kChannels; ++c) {
       const uint8_t byte = w[64 * (four_bits(form) ? chunk % 4 : chunk) + 4 * c + k % 4];
-      weights[k][c] = static_cast<int16_t>(!four_bits(form) ? static_cast<int8_t>(byte) : chunk < 4 ? byte & 15 : byte >> 4);
+      const int nibble = chunk < 4 ? byte & 15 : byte >> 4;
+      weights[k][c] = static_cast<int16_t>(four_bits(form) ? nibble : static_cast<int8_t>(byte));
     }
   }
 }

@@ -42,7 +42,6 @@ UMBRA_INLINE M is_finite(F size) { return lt(size, set(__builtin_inff())); }
 // as zero (its factor would be infinite); one with an infinity or NaN has the scale NaN, which every result of the row
 // shows. Sixteen groups at a time: a group alone would wait for its maximum, its division and its sum.
 UMBRA_INLINE void quantise(const float* x, int64_t groups, const Rows& rows, int64_t row) {
-  auto* const q = const_cast<int8_t*>(rows.q);
   for (int64_t first = 0; first < groups; first += 16) {
     const int n = static_cast<int>(groups - first < 16 ? groups - first : 16);
     const float* const part = x + first * kGroup;
@@ -70,19 +69,19 @@ UMBRA_INLINE void quantise(const float* x, int64_t groups, const Rows& rows, int
       I a = round(load(part + g * kGroup) * factor), b = round(load(part + g * kGroup + 16) * factor);
       if (!all_finite && largest[g] != largest[g]) a = b = iset(0);
       const int64_t at = (first + g) * rows.count + row;
-      store_i8(q + at * kGroup, a);
-      store_i8(q + at * kGroup + 16, b);
+      store_i8(rows.q + at * kGroup, a);
+      store_i8(rows.q + at * kGroup + 16, b);
       sums[g] = sum(a + b);
       if (rows.sums) {
-        const_cast<int32_t*>(rows.sums)[2 * at] = sum(a);
-        const_cast<int32_t*>(rows.sums)[2 * at + 1] = sum(b);
+        rows.sums[2 * at] = sum(a);
+        rows.sums[2 * at + 1] = sum(b);
       }
     }
     store(totals, scale * to_float(load(sums)));
     for (int g = 0; g < n; ++g) {
       const int64_t at = (first + g) * rows.count + row;
-      const_cast<float*>(rows.scale)[at] = scales[g];
-      const_cast<float*>(rows.total)[at] = totals[g];
+      rows.scale[at] = scales[g];
+      rows.total[at] = totals[g];
     }
   }
 }
@@ -105,7 +104,7 @@ UMBRA_INLINE void prepare_row(const Preparation& p, int64_t row, float* scratch,
     x = scratch;
   }
   if (p.floats) {
-    float* const values = const_cast<float*>(rows.values) + row * rows.width;
+    float* const values = rows.values + row * rows.width;
     for (int64_t i = 0; i < n; i += 16) store(values + i, load_part(x, i, n));
   }
   if (p.integers) quantise(x, n / kGroup, rows, row);
