@@ -40,6 +40,9 @@ class EngineConfig:
     decode_steps: int | None = None
     """Steps of one device loop while no prompt waits; more than 1 streams in bursts of that many tokens. None: 8 on a
     TPU, where the host would otherwise be slower than a step, and 1 on a CPU."""
+    hot_window: Literal["auto", "off"] = "auto"
+    """Whether the device loop keeps blocks of KV on the chip (kernels/attention/tpu_hot.py); auto: on TPUs, where the
+    compiler does keep them there."""
     max_queue: int = 256
     """Requests that may wait for a slot; one more is refused."""
     tile: int = 8
@@ -57,6 +60,8 @@ class EngineConfig:
                 raise ValueError(f"{field} must be between 2 and 32 rows, got {getattr(self, field)}")
         if self.kv not in ("auto", "float32", "bfloat16", "int8"):
             raise ValueError(f"kv {self.kv!r} is not supported; supported: auto, float32, bfloat16, int8")
+        if self.hot_window not in ("auto", "off"):
+            raise ValueError(f"hot_window {self.hot_window!r} is not supported; supported: auto, off")
         if self.context_length is not None and self.context_length < 2:
             raise ValueError(f"context_length must be at least 2, got {self.context_length}")
         if self.blocks is None and not self.kv_memory > 0:

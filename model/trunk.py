@@ -24,7 +24,7 @@ from jax import lax
 from ..configs.engine import BLOCK
 from ..configs.trunk import LOCAL, TrunkConfig
 from ..kernels import linear, numerics
-from ..kernels.attention import GROUP, KVFormat, KVPool, Queries, attention
+from ..kernels.attention import GROUP, KVFormat, KVPool, Queries, attention, plan
 from ..kernels.backend import Kernels
 from ..kernels.linear import Weight
 from ..kernels.rows import rms_norm
@@ -92,28 +92,34 @@ class Trunk(nnx.Module):
         return x if self.config.embed_scale == 1.0 else x * self.config.embed_scale
 
     def __call__(
-        self, ids: jax.Array, queries: Queries, pool: KVPool, layers: jax.Array, n_layers: jax.Array, run: Execution
-    ) -> tuple[jax.Array, KVPool]:
+        self, ids: jax.Array, queries: Queries, pool: KVPool, layers: jax.Array, n_layers: jax.Array, run: Execution,
+        hot: Any = None,
+    ) -> tuple[jax.Array, KVPool]:  # fmt: skip
         """Last hidden states `[T, D]` (before the final norm) of the tokens `ids` `[T]`, and the pool with their KV.
 
-        `layers` int32 `[L]` lists the layers to run, the first `n_layers` of it, in order.
+        `layers` int32 `[L]` lists the layers to run, the first `n_layers` of it, in order. `hot` holds copies of some
+        of the pool's blocks (`tpu_hot.stage`).
         """
         c = self.config
         x = self.embed_tokens(ids, queries.n_tokens, run)
         # The same table is taken once: JAX would write it into the program twice if another thread had just replaced
         # it in the cache of tables, and then not find the program in its cache of compiled ones.
-        kinds = (False, True) if LOCAL in c.layer_types else (False,)
+        mixed = LOCAL in c.layer_types
+        kinds = (False, True) if mixed else (False,)
         angles = jnp.stack([cos_sin(c, queries.positions, run.context, local=local) for local in kinds])
         is_local = jnp.asarray(np.array([kind == LOCAL for kind in c.layer_types], np.int32))
+        n_heads = c.n_heads // (lax.axis_size(run.axis) if run.axis else 1)
+        work = plan(queries, pool, n_heads, backend=run.kernels.attention, hot=hot)
         stack = {name: getattr(self.layers, name).get_value() for name in self.layers.names}
 
         def layer(i: jax.Array, carry: tuple[jax.Array, KVPool]) -> tuple[jax.Array, KVPool]:
             x, pool = carry
             index = layers[i]
-            local = is_local[index]
+            local = is_local[index] if mixed else 0
             one = _Layer(c, stack, index, queries.n_tokens, run)
             q, k, v = one.project(x)
-            attended, pool = one.attend(q, k, v, pool, queries, angles[local], local * (c.sliding_window or 0))
+            window = jnp.asarray(local * (c.sliding_window or 0), np.int32)
+            attended, pool = one.attend(q, k, v, pool, queries, angles[local], window, hot, work)
             return one.feed_forward(one.add_attended(x, attended)), pool
 
         return lax.fori_loop(0, n_layers, layer, (x, pool))
@@ -178,7 +184,7 @@ class _Layer:
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, pool: KVPool, queries: Queries, angles: jax.Array,
-        window: jax.Array,
+        window: jax.Array, hot: Any, work: Any,
     ) -> tuple[jax.Array, KVPool]:  # fmt: skip
         """Attention's result `[T, N * H]`, and the pool with the tokens' keys and values."""
         c = self.config
@@ -188,7 +194,7 @@ class _Layer:
             q_norm=self._norm("q_norm") if c.qk_norm else None,
             k_norm=self._norm("k_norm") if c.qk_norm else None,
             scale=c.scale, window=window, softcap=c.attention_softcap,
-            backend=self.run.kernels.attention,
+            backend=self.run.kernels.attention, hot=hot, work=work,
         )  # fmt: skip
         return result.out.reshape(len(q), -1), result.pool
 

@@ -192,12 +192,13 @@ def _table(result: dict[str, Any]) -> Table:
 def _roofline(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"predicted for {result['model']} on {result['topology']}, context {result['settings']['context']}",
-        caption="Predicted, nothing ran: bytes of the compiled pass over the chip's bandwidth, or its operations over\n"
-        "the peak of its matrix units if that takes longer. Nothing else costs time; every token counts as accepted.",
+        caption="tokens: of each sequence in a pass. Nothing ran: bytes of the compiled pass over the\n"
+        "chip's bandwidth, or operations over the peak of its matrix units if that takes\n"
+        "longer. Nothing else costs time; every token counts as accepted.",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    headings = ("sequences", "tokens a pass", "fits", "MB moved", "/ least", "bound ms", "by", "tok/s per chip <=")
+    headings = ("sequences", "tokens", "fits", "MB moved", "/ least", "bound ms", "by", "tok/s a chip <=")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["roofline"]:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
-from umbra.scripts.model_options import OneLineParser, add_model_options, open_engine, prepare
+from umbra.scripts.model_options import OneLineParser, add_model_options, only, open_engine, prepare
 
 if TYPE_CHECKING:
     from umbra.serving.api.server import Load
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-SIZES = ("slots", "context_length", "kv", "kv_memory", "prefill_chunk", "decode_steps", "max_queue")
+SIZES = ("slots", "context_length", "kv", "kv_memory", "prefill_chunk", "decode_steps", "hot_window", "max_queue")
 """Options that are fields of `EngineConfig` of the same name."""
 
 
@@ -46,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
         "--prefill-chunk", type=int, default=engine.prefill_chunk, help="prompt tokens a step (%(default)s)"
     )
     sizes.add_argument("--decode-steps", type=int, help="steps of a device loop (1 on a CPU, 8 on a TPU)")
+    sizes.add_argument(
+        "--hot-window", default=engine.hot_window, type=only("auto", "off"),
+        help="KV kept on the chip through a device loop: auto (default; on TPUs) or off",
+    )  # fmt: skip
     sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait (%(default)s)")
     http = p.add_argument_group("server")
     http.add_argument("--host", default=server.host, help="address to listen on (%(default)s)")
@@ -143,13 +147,14 @@ def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
                 **sizes,
             )
         logging.info(
-            "%s as %s, context %d tokens, %d slots, %s, numerics %s",
+            "%s as %s, context %d tokens, %d slots, %s, numerics %s, recent KV %s",
             model.name,
             model.quant,
             engine.context_length,
             engine.stats().total_slots,
             engine.system_fingerprint,
             engine.numerics_class,
+            engine.l1_mode or "not known before the first step",
         )
         return engine, model
 

@@ -1,6 +1,6 @@
 """Ragged paged attention: the tokens of a step against the blocks of their sequences."""
 
-from .api import AttentionResult, Queries, Want, attention, key_bounds, merge, unsupported
+from .api import AttentionResult, Queries, Want, attention, key_bounds, merge, plan, unsupported
 from .pool import KVFormat, KVPool
 from .reference import GROUP
 
@@ -14,5 +14,6 @@ __all__ = [
     "attention",
     "key_bounds",
     "merge",
+    "plan",
     "unsupported",
 ]

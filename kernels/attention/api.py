@@ -89,6 +89,7 @@ def attention(
     softcap: float | None = None,
     want: Want = Want(),  # noqa: B008 (immutable)
     hot: Any = None,
+    work: Any = None,
 ) -> AttentionResult:
     """Causal attention of the step's tokens over their sequences, their own keys and values included.
 
@@ -97,7 +98,7 @@ def attention(
     and the part of the pool. `window` (int32 []) is the number of tokens a query sees, itself included; 0 means all.
     `softcap` bounds the logits, already multiplied by `scale`, to +-softcap by a tanh (Gemma 2). The pool should be
     donated: it is updated in place. `hot` holds copies of some blocks in the on-chip memory of a TPU
-    (`tpu_hot.stage`).
+    (`tpu_hot.stage`). `work` is what `plan` made of the same queries, for all layers.
 
     A `ValueError` says what a backend cannot do.
     """
@@ -116,8 +117,24 @@ def attention(
     return _module(backend).attention(
         q, k, v, pool, layer, queries,
         angles=angles, q_norm=q_norm, k_norm=k_norm, scale=scale, window=window, softcap=softcap, want=want,
-        **({} if hot is None else {"hot": hot}),
+        **{name: value for name, value in (("hot", hot), ("work", work)) if value is not None},
     )  # fmt: skip
+
+
+def plan(
+    queries: Queries,
+    pool: KVPool,
+    n_heads: int,
+    *,
+    backend: str,
+    want: Want = Want(),  # noqa: B008 (immutable)
+    hot: Any = None,
+) -> Any | None:
+    """What calls of `attention` with these arguments have in common, whatever the layer: made once, it is handed to
+    each of them as `work`. None where a backend has nothing of the kind."""
+    if backend != "tpu":
+        return None
+    return _module(backend).plan(queries, pool, n_heads, want=want, hot=hot)
 
 
 def unsupported(backend: str, n_heads: int, n_kv_heads: int, head_dim: int, dtype: str) -> str | None:

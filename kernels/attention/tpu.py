@@ -8,6 +8,7 @@ chip's own; bits are equal within one shape of a step, not between shapes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...configs.engine import BLOCK
-from . import reference, tpu_sizes
+from . import reference, tpu_hot, tpu_sizes
 from .pool import KVPool
 from .tpu_kernel import FAR, NEVER, Kernel
 from .tpu_sizes import LANES, Sizes
@@ -54,46 +55,39 @@ def attention(
     softcap: float | None,
     want: Want,
     hot: Hot | None = None,
+    work: Plan | None = None,
 ) -> AttentionResult:
     """See `api.attention`. The tokens of a sequence must be one run of consecutive tokens and positions.
 
-    Blocks that `hot` (`tpu_hot.stage`) holds are read from there.
+    Blocks that `hot` (`tpu_hot.stage`) holds are read from there. `work` is `plan` of the same arguments.
     """
     from .api import AttentionResult
 
-    T, N, H = q.shape
-    K, M = k.shape[1], queries.tables.shape[1]
+    if work is None:
+        work = plan(queries, pool, q.shape[1], want=want, hot=hot)
+    elif (work.sizes, len(work.tables)) != _sizes(queries, pool, q.shape[1], want, hot):
+        raise ValueError("attention was handed a plan that was made for other queries, results or staged blocks")
+    sizes, H = work.sizes, q.shape[2]
     q = reference.prepared(q, layer, angles, q_norm) * scale
     k = reference.prepared(k, layer, angles, k_norm)
-    on = tpu_sizes.chip()
-    sizes = tpu_sizes.choose(
-        N, K, H, str(pool.values.dtype),
-        tokens=T, rows=len(queries.tables), width=M, lse=want.lse or want.block_mass, block_mass=want.block_mass,
-        tables=1 + (queries.blocks_at is not None) + (hot is not None), on=on,
-    )  # fmt: skip
-    work = plan(queries, sizes, on.cores)
     fresh, fresh_scales = _fresh(k, v.astype(jnp.float32), sizes)
     if sizes.joint:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, H)))  # the value's half of a row of the pool
     reach = jnp.where(window > 0, window - 1, FAR)
-    info = jnp.concatenate([jnp.stack([layer, reach]).astype(jnp.int32), work.bounds])
-    scalars = [info, work.tiles, queries.tables.reshape(-1)]
-    if queries.blocks_at is not None:
-        scalars.append(queries.blocks_at.reshape(-1))
-    if hot is not None:
-        scalars.append(hot.places.reshape(-1))
+    info = jnp.concatenate([jnp.stack([layer, reach]).astype(jnp.int32), work.tiling.bounds])
+    scalars = [info, work.tiling.tiles, *work.tables]
     vectors = [q, fresh, *([] if fresh_scales is None else [fresh_scales])]
     if hot is not None:
         vectors += [tpu_sizes.hold(x, pltpu.VMEM) for x in hot.contents if x is not None]
-    results = _call(sizes, on, softcap, queries.blocks_at is not None, hot, pool, scalars, vectors)
+    results = _call(sizes, tpu_sizes.chip(), softcap, queries.blocks_at is not None, hot, pool, scalars, vectors)
     out, values, *rest = results
-    known = work.known[:, None]
+    known = work.tiling.known[:, None]
     out = jnp.where(known[..., None], out[..., sizes.lanes - H :], 0.0)
     new_pool = KVPool(values, rest.pop(0) if sizes.quantised else None)
     if not sizes.lse:
         return AttentionResult(out, new_pool)
     lse = jnp.where(known, rest[0][..., 0], -jnp.inf)
-    mass = _mass(rest[1], lse, M) if want.block_mass else None
+    mass = _mass(rest[1], lse, sizes.width) if want.block_mass else None
     return AttentionResult(out, new_pool, lse if want.lse else None, mass)
 
 
@@ -202,7 +196,7 @@ def _mass(entries: jax.Array, lse: jax.Array, width: int) -> jax.Array:
 # ---- the plan of a step
 
 
-class Work(NamedTuple):
+class Tiling(NamedTuple):
     """How a step's tokens are cut into tiles."""
 
     tiles: jax.Array  # int32 [(tiles + 1) * TILE_FIELDS], the last one empty
@@ -210,9 +204,39 @@ class Work(NamedTuple):
     known: jax.Array  # bool [T]: tokens that are not padding
 
 
-def plan(queries: Queries, sizes: Sizes, cores: int) -> Work:
-    """Cuts runs into tiles. Element-wise work on integers: the same in all layers, so that XLA moves it out of their
-    loop."""
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the calls of a pass have in common. XLA leaves it in the loop over the layers if it is made there."""
+
+    sizes: Sizes
+    tiling: Tiling
+    tables: tuple[jax.Array, ...]
+    """int32 `[B * M]` each: the tables, if given their `blocks_at`, and with staged blocks their places."""
+
+
+def plan(queries: Queries, pool: KVPool, n_heads: int, *, want: Want, hot: Hot | None) -> Plan:
+    """See `api.plan`."""
+    sizes, _ = _sizes(queries, pool, n_heads, want, hot)
+    tables = [queries.tables, queries.blocks_at, None if hot is None else hot.places]
+    flat = tuple(table.reshape(-1) for table in tables if table is not None)
+    return Plan(sizes, tiles(queries, sizes, tpu_sizes.chip().cores), flat)
+
+
+def _sizes(queries: Queries, pool: KVPool, n_heads: int, want: Want, hot: Hot | None) -> tuple[Sizes, int]:
+    """The kernel's sizes, and how many tables it takes."""
+    _, _, K, _, lanes = pool.values.shape
+    B, M = queries.tables.shape
+    tables = 1 + (queries.blocks_at is not None) + (hot is not None)
+    sizes = tpu_sizes.choose(
+        n_heads, K, lanes // 2, str(pool.values.dtype),
+        tokens=len(queries.slots), rows=B, width=M, lse=want.lse or want.block_mass, block_mass=want.block_mass,
+        tables=tables, on=tpu_sizes.chip(),
+    )  # fmt: skip
+    return sizes, tables
+
+
+def tiles(queries: Queries, sizes: Sizes, cores: int) -> Tiling:
+    """Cuts runs into tiles."""
     T, (B, M) = len(queries.slots), queries.tables.shape
     at = jnp.arange(T, dtype=jnp.int32)
     known = (at < queries.n_tokens) & (queries.positions >= 0)
@@ -238,15 +262,16 @@ def plan(queries: Queries, sizes: Sizes, cores: int) -> Work:
     fields = [token, count, slot * M, position, run_first - shift, shift, run_last - shift, end]
     total = opens.sum(dtype=jnp.int32)
     used = jnp.arange(n_tiles) < total
-    tiles = jnp.where(used[:, None], jnp.stack(fields, axis=1), 0).reshape(-1)
+    listed = jnp.where(used[:, None], jnp.stack(fields, axis=1), 0).reshape(-1)
     if cores == 1:
-        return Work(tiles, jnp.stack([jnp.int32(0), total]), known)
+        return Tiling(listed, jnp.stack([jnp.int32(0), total]), known)
     # Whole runs to each core, about the same number of blocks.
     blocks = jnp.cumsum(jnp.where(used, end, 0))
     opens_run = used & (token == run_first)
     share = blocks[-1] * jnp.arange(1, cores, dtype=jnp.int32) // cores
     before = (opens_run & (blocks[None] <= share[:, None])) * jnp.arange(n_tiles, dtype=jnp.int32)
-    return Work(tiles, jnp.concatenate([jnp.zeros(1, jnp.int32), before.max(1).astype(jnp.int32), total[None]]), known)
+    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), before.max(1).astype(jnp.int32), total[None]])
+    return Tiling(listed, bounds, known)
 
 
 # ---- what a call moves
@@ -254,13 +279,14 @@ def plan(queries: Queries, sizes: Sizes, cores: int) -> Work:
 
 def pool_bytes(
     n_kv_heads: int, head_dim: int, dtype: str, lengths: Sequence[int], new_tokens: Sequence[int], *,
-    n_heads: int, tokens: int, rows: int, width: int, window: int = 0, on: tpu_sizes.Chip = tpu_sizes.UNKNOWN,
+    n_heads: int, tokens: int, rows: int, width: int, window: int = 0, staged: int = 0,
+    on: tpu_sizes.Chip = tpu_sizes.UNKNOWN,
 ) -> float:  # fmt: skip
     """Bytes of the pool that one call moves to and from HBM: whole blocks, as often as tiles visit them, and the slabs
     written.
 
     Sequences have `lengths` tokens after the write, `new_tokens` of which are of this step; the step's arrays hold
-    `tokens` tokens in `rows` rows of `width` blocks.
+    `tokens` tokens in `rows` rows of `width` blocks. `staged` blocks of each sequence are on the chip (`tpu_hot`).
     """
     s = tpu_sizes.choose(n_heads, n_kv_heads, head_dim, dtype, tokens=tokens, rows=rows, width=width, on=on)
     slab_bytes = s.slab * n_kv_heads * 2 * head_dim * s.itemsize
@@ -270,12 +296,14 @@ def pool_bytes(
         if not new:
             continue
         run = length - new
+        on_chip = tpu_hot.staged(run // BLOCK, staged)
         for position in range(run, length, s.tile):
             last = min(position + s.tile, length) - 1
             oldest = max(position - window + 1, 0) if window else 0
             if last == length - 1:
                 oldest = min(oldest, run)
-            moved += (last // BLOCK - oldest // BLOCK + 1) * s.block_bytes
+            visited = range(oldest // BLOCK, last // BLOCK + 1)
+            moved += sum(block not in on_chip for block in visited) * s.block_bytes
         moved += ((length - 1) // s.slab - run // s.slab + 1) * slab_bytes
         moved += ((length - 1) // BLOCK - run // BLOCK + 1) * scale_bytes
     return float(moved)

@@ -54,7 +54,7 @@ def stage(pool: KVPool, tables: jax.Array, lengths: jax.Array, blocks: int) -> H
     held = [hold(x, pltpu.HBM) for x in pool if x is not None]
     shapes = [(blocks, *x.shape[1:]) for x in held]
     in_hbm, in_vmem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
-    moved = sum(blocks * x.size // len(x) * x.dtype.itemsize for x in held)
+    moved = [blocks * x.size // len(x) * x.dtype.itemsize for x in held]
     contents = pl.pallas_call(
         _copy_blocks,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -62,7 +62,11 @@ def stage(pool: KVPool, tables: jax.Array, lengths: jax.Array, blocks: int) -> H
             scratch_shapes=[pltpu.SemaphoreType.DMA],
         ),
         out_shape=[placed(shape, x.dtype, pltpu.VMEM) for shape, x in zip(shapes, held, strict=True)],
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=sum(moved)),
+        metadata={  # for scripts/tpu/traffic.py: the sources cost nothing; on the chip nothing is written to HBM
+            "reads": ",".join(map(str, [0, *moved])),
+            "writes": ",".join(map(str, moved)),
+        },
         name=NAME,
     )(sources, *held)  # fmt: skip
     return Hot(KVPool(*contents), places)
@@ -84,6 +88,13 @@ def _chosen(tables: jax.Array, full: jax.Array, blocks: int) -> tuple[jax.Array,
     at = jnp.arange(blocks, dtype=jnp.int32)[:, None, None]
     sources = jnp.where(places == at, tables + 1, 0).sum((1, 2), dtype=jnp.int32) - 1
     return places, sources
+
+
+def staged(full: int, share: int) -> set[int]:
+    """Which blocks of a sequence of `full` full ones are staged if `share` places are its own."""
+    if full <= share:
+        return set(range(full))
+    return {0, *range(full - share + 1, full)} if share > 1 else set(range(full - share, full))
 
 
 def _copy_blocks(sources: Any, *refs: Any) -> None:

@@ -53,6 +53,12 @@ def chip() -> Chip:
     return UNKNOWN if name is None else CHIPS.get(name, UNKNOWN)
 
 
+def chip_of(mesh: jax.sharding.Mesh) -> Chip:
+    """The chip that programs for `mesh` are compiled for."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return chip()
+
+
 def placed(shape: tuple[int, ...], dtype: Any, space: Any) -> Any:
     """The abstract result of a kernel, in the memory `space` (pltpu.HBM or pltpu.VMEM). XLA would choose one itself.
     Interpret mode knows no memories outside kernels."""

@@ -59,6 +59,10 @@ ROWS = 256
 _CHUNK = 1024
 """Inputs of a 4-bit weight that are turned into floats at once."""
 
+_SUBLANES = 8
+_SUBLANE_BYTES = 32
+"""Bytes of one lane of a tile: 8 rows of 4 bytes, 16 of 2, or 32 of 1."""
+
 _NEG_INF = np.float32(-np.inf)
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
@@ -104,8 +108,15 @@ def linear(
 
 
 def embed(ids: jax.Array, table: Matrix, *, n_rows: jax.Array) -> jax.Array:
-    """See api.py. XLA's gather reads the rows it is asked for and nothing else."""
-    return reference.embed(ids, table, n_rows=n_rows)
+    """See api.py. A kernel fetches the tile of rows around each: XLA's own gather first brings a table that is small
+    enough whole onto the chip."""
+    quantised = isinstance(table, Quantised)
+    q = table.parts["q"] if quantised else table
+    slab = _SUBLANE_BYTES // q.dtype.itemsize
+    if q.shape[0] % slab or (quantised and table.form != "c8"):
+        return reference.embed(ids, table, n_rows=n_rows)
+    rows = _table_rows(ids, q, slab)
+    return rows * table.parts["scale"][ids][:, None] if quantised else rows
 
 
 def greedy_head(
@@ -413,7 +424,7 @@ def _weight_operands(stack: Stack, part: Part) -> list[Operand]:
     operands = [Operand(stack.q, q, int(stack.out * stack.weight_bytes), stacked)]
     if stack.scale is not None:
         scale = pl.BlockSpec((1, stack.scale.shape[1], part.channels), channels_last)
-        operands.append(Operand(stack.scale, scale, stack.out * stack.scale_bytes, stacked and stack.form == "s4"))
+        operands.append(Operand(stack.scale, scale, stack.out * stack.scale_bytes, stacked))
     return operands
 
 
@@ -429,6 +440,34 @@ def _result(p: Plan, part: Part) -> Operand:
 
 def _nbytes(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _table_rows(ids: jax.Array, table: jax.Array, slab: int) -> jax.Array:
+    """Rows `ids` of `table` `[V, D]`, float32 `[T, D]`; V is a multiple of `slab`."""
+    tokens, width = len(ids), table.shape[1]
+    block = _SUBLANES if tokens % _SUBLANES == 0 else tokens
+    moved = tokens * slab * _up(width, LANES) * table.dtype.itemsize
+
+    def kernel(ids: Any, rows: Any, out: Any) -> None:
+        t = pl.program_id(0)
+        wanted = lax.broadcasted_iota(jnp.int32, (slab, width), 0) == ids[t] % slab
+        row = jnp.sum(jnp.where(wanted, rows[...].astype(jnp.float32), 0.0), axis=0, keepdims=True)
+        out[pl.ds(t % block, 1), :] = row
+
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(tokens,),
+            in_specs=[pl.BlockSpec((slab, width), lambda t, ids: (ids[t] // slab, 0))],
+            out_specs=pl.BlockSpec((block, width), lambda t, ids: (t // block, 0)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((tokens, width), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved + 4 * tokens * width),
+        metadata={"reads": f"0,{moved}", "writes": str(4 * tokens * width)},
+        name="umbra_embed",
+    )(ids.astype(jnp.int32), table)
 
 
 def _linear_kernel(p: Plan, rows: Rows, has_residual: bool, layer: Any, *refs: Any) -> None:

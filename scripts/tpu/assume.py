@@ -119,6 +119,7 @@ class Load:
                 c.n_kv_heads // model, c.head_dim, self.kv.dtype, lengths, new,
                 n_heads=c.n_heads // model, tokens=program.width, rows=self.engine.slots,
                 width=self.engine.table_width(c), window=window, on=tpu_sizes.CHIPS.get(chip, tpu_sizes.UNKNOWN),
+                staged=program.hot[0].shape[0] // self.engine.slots if program.hot else 0,
             )
             for window in set(self.windows)
         }  # fmt: skip
@@ -130,7 +131,7 @@ class Load:
 
     def min_bytes(self, program: Program, mesh: Mesh) -> float:
         """Bytes one chip cannot avoid to move: every shard of a weight once a pass, the KV that is attended to, and the
-        KV that is written.
+        KV that is written. Whoever keeps some of that on the chip from pass to pass moves less.
 
         Of an embedding that is not also the output head only the rows of the step's tokens count. `admit` and the
         copies of blocks read and write what they are named for once.

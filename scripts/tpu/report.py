@@ -53,7 +53,7 @@ def row(job: Job, mesh: Mesh, chip: Chip) -> dict[str, Any]:
     }
     started = time.perf_counter()
     try:
-        compiled = program.jit().lower(*program.args).compile()
+        program, compiled, l1_mode = program.compile()  # perhaps one without a window of KV on the chip
     except Exception as error:  # the compiler's own types differ by cause
         message = str(error).strip().splitlines()[0]
         # Running out of device memory is the one failure that answers the question whether the program fits.
@@ -72,6 +72,7 @@ def row(job: Job, mesh: Mesh, chip: Chip) -> dict[str, Any]:
         **head,
         "compiled": True,
         "compile_s": round(seconds, 2),
+        **({"l1_mode": l1_mode} if program.kind == "decode_n" else {}),
         "custom_kernels": sorted(counted.kernels),
         "kernel_calls": {name: round(n) for name, n in sorted(counted.kernels.items())},
         "operations": {kind: round(counted.operations[kind]) for kind in traffic.KINDS},

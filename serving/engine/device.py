@@ -20,7 +20,7 @@ from ...configs.trunk import TrunkConfig
 from ...kernels.attention import KVPool
 from ...kernels.backend import Kernels
 from . import compile_cache
-from .programs import COPY_BLOCKS, Program, kv_bytes, kv_format, programs, step_sizes
+from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_sizes
 from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
 
 log = logging.getLogger(__name__)
@@ -58,12 +58,19 @@ class Device:
         self.engine = engine
         self.programs = programs(self.config, engine, self.mesh, params=self.params, kernels=self.kernels, kv=self.kv)
         self._listed = {program.kind: program for program in self.programs}
-        self._compiled: dict[str, Any] = {}
+        self._compiled: dict[str, Built] = {}
 
     @property
     def compiled(self) -> set[str]:
         """Kinds of the programs that are compiled by now."""
         return set(self._compiled)
+
+    @property
+    def l1_mode(self) -> str | None:
+        """Where the loop of decode passes, or a single pass, reads its most recent KV from (`Built.l1_mode`); None
+        while it is not compiled."""
+        built = self._compiled.get("decode_n" if "decode_n" in self._listed else "decode")
+        return None if built is None else built.l1_mode
 
     def reset(self) -> None:
         """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
@@ -132,11 +139,10 @@ class Device:
                     progress("compiling", done, len(futures))
 
     def _get(self, kind: str) -> Any:
-        compiled = self._compiled.get(kind)
-        if compiled is None:
-            program: Program = self._listed[kind]
-            compiled = self._compiled[kind] = program.jit().lower(*program.args).compile()
-        return compiled
+        built = self._compiled.get(kind)
+        if built is None:
+            built = self._compiled[kind] = self._listed[kind].compile()
+        return built.compiled
 
     # ---- steps
 

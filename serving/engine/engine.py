@@ -146,6 +146,11 @@ class Engine:
         return self.device.programs
 
     @property
+    def l1_mode(self) -> str | None:
+        """Where decoding reads its most recent KV from: "vmem_resident", "hbm" or "cpu_pool"; None: not known yet."""
+        return self.device.l1_mode
+
+    @property
     def ready(self) -> bool:
         """Whether requests are taken."""
         return self._ready and self._failed is None and not self._stopping

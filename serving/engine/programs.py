@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +21,8 @@ from ...model.params import partitions, split_obstacle, with_shardings
 from ...model.trunk import Execution
 from . import step
 from .state import StepResult, input_shapes, state_shapes
+
+log = logging.getLogger(__name__)
 
 COPY_BLOCKS = 8
 """Blocks moved by one call of the copy programs."""
@@ -39,9 +42,44 @@ class Program:
     args: tuple[Any, ...]
     donate: tuple[int, ...]
     out_shardings: Any
+    hot: tuple[jax.ShapeDtypeStruct, ...] = ()
+    """Arrays, as one device has them, that are to stay on the chip throughout a loop."""
+    fallback: Program | None = None
+    """What to run instead where they do not stay there."""
 
     def jit(self) -> Any:
         return jax.jit(self.fn, donate_argnums=self.donate, out_shardings=self.out_shardings)
+
+    def compile(self) -> Built:
+        """Compiled for the devices of the abstract arguments: the program, or its fallback."""
+        try:
+            compiled = self.jit().lower(*self.args).compile()
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if self.fallback is None:
+                raise
+            log.info("%s: no room on the chip for a window of KV: %s", self.name, str(error).partition("\n")[0])
+            return self.fallback.compile()
+        if self.fallback is None:
+            return Built(self, compiled, self._l1_mode(compiled))
+        mode = self._l1_mode(compiled)
+        return Built(self, compiled, mode) if mode != "hbm" else self.fallback.compile()
+
+    def _l1_mode(self, compiled: Any) -> str:
+        platform = next(iter(jax.tree.leaves(self.args)[0].sharding.device_set)).platform
+        if not self.hot:
+            return "hbm" if platform == "tpu" else "cpu_pool"
+        from ...kernels.attention.tpu_hot import l1_mode
+
+        return l1_mode(platform, compiled.as_text(), self.hot)
+
+
+class Built(NamedTuple):
+    """A compiled program."""
+
+    program: Program
+    compiled: Any
+    l1_mode: str
+    """Where it reads its most recent KV from: "vmem_resident", "hbm" or "cpu_pool"."""
 
 
 def check_mesh(config: TrunkConfig, mesh: Mesh) -> None:
@@ -120,7 +158,7 @@ def programs(
     listed = [build.passes("prefill", 1, prefill=True), build.passes("decode", 1, prefill=False)]
     passes = engine.passes(mesh.devices.flat[0].platform)
     if passes > 1:
-        listed.append(build.passes("decode_n", passes, prefill=False))
+        listed.append(build.decode_n(passes))
     return [*listed, build.admit(), build.save(), build.load()]
 
 
@@ -134,6 +172,7 @@ class _Builder:
         self.param_specs = partitions(config, params)
         self.params = with_shardings(config, params, mesh)
         self.state_spec = P("data")
+        self.kv = kv
         self.pool = self._blocks(kv, engine.pool_blocks(config, kv_bytes(config, kv)))
         self.contents = self._blocks(kv, COPY_BLOCKS)
         self.pool_spec = jax.tree.map(lambda _: _POOL_SPEC, self.pool)
@@ -161,7 +200,30 @@ class _Builder:
         )
         return Program(name, kind, self.engine.slots, width, sharded, args, donate, named)
 
-    def passes(self, kind: str, passes: int, *, prefill: bool) -> Program:
+    def decode_n(self, passes: int) -> Program:
+        """Several decode passes; with KV on the chip where there is a place for it."""
+        plain = self.passes("decode_n", passes, prefill=False)
+        blocks = self._hot_blocks()
+        if not blocks:
+            return plain
+        c = self.config
+        hot = self.kv.pool(blocks, c.n_layers, c.n_kv_heads // self.mesh.shape["model"], c.head_dim)
+        staged = self.passes("decode_n", passes, prefill=False, hot_blocks=blocks)
+        return dataclasses.replace(staged, hot=tuple(x for x in hot if x is not None), fallback=plain)
+
+    def _hot_blocks(self) -> int:
+        """Blocks that stay on the chip."""
+        if self.engine.hot_window == "off" or self.kernels.attention != "tpu":
+            return 0
+        from ...kernels.attention import tpu_hot, tpu_sizes
+
+        c = self.config
+        most = tpu_hot.capacity(
+            self.kv, c.n_layers, c.n_kv_heads // self.mesh.shape["model"], c.head_dim, tpu_sizes.chip_of(self.mesh)
+        )
+        return min(most, self.engine.slots * self.engine.table_width(c))
+
+    def passes(self, kind: str, passes: int, *, prefill: bool, hot_blocks: int = 0) -> Program:
         """(params, pool, state, inputs, layers) -> pool, state, result, logits."""
         tokens, groups = step_sizes(self.engine, prefill)
         inputs = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
@@ -174,7 +236,7 @@ class _Builder:
         fn = (
             functools.partial(step.run_pass, self.config, run, keep)
             if passes == 1
-            else functools.partial(step.run_passes, self.config, run, keep, passes)
+            else functools.partial(step.run_passes, self.config, run, keep, passes, hot_blocks)
         )
         return self._program(
             name, kind, tokens, fn,

@@ -26,9 +26,10 @@ Output = tuple[KVPool, SlotState, StepResult, jax.Array]
 
 def run_pass(
     config: TrunkConfig, run: Execution, keep_logits: bool, params: Params, pool: KVPool, state: SlotState,
-    inputs: StepInput, layers: jax.Array,
+    inputs: StepInput, layers: jax.Array, hot: Any = None,
 ) -> Output:  # fmt: skip
-    """One trunk pass. `layers` int32 `[L + 1]`: how many layers run, then their indices, in order."""
+    """One trunk pass. `layers` int32 `[L + 1]`: how many layers run, then their indices, in order. `hot` holds copies
+    of some of the pool's blocks."""
     trunk = Trunk(config, params)
     from_slot = inputs.ids < 0
     at_slot = jnp.where(state.active, state.position, -1)
@@ -36,7 +37,7 @@ def run_pass(
     positions = jnp.where(from_slot, at_slot[inputs.slots], inputs.positions)
     n_tokens, n_groups, n_rows = inputs.sizes[0]
     queries = Queries(inputs.slots, positions, n_tokens, inputs.starts, inputs.counts, n_groups, inputs.tables)
-    x, pool = trunk(ids, queries, pool, layers[1:], layers[0], run)
+    x, pool = trunk(ids, queries, pool, layers[1:], layers[0], run, hot)
 
     source = jnp.maximum(inputs.sample_at, 0)
     chosen_at = jnp.where(inputs.sample_at >= 0, positions[source] + 1, 0)  # 0: chooses nothing
@@ -93,20 +94,32 @@ def _advance(state: SlotState, choice: Choice, chosen_at: jax.Array) -> SlotStat
 
 
 def run_passes(
-    config: TrunkConfig, run: Execution, keep_logits: bool, passes: int, params: Params, pool: KVPool,
+    config: TrunkConfig, run: Execution, keep_logits: bool, passes: int, hot_blocks: int, params: Params, pool: KVPool,
     state: SlotState, inputs: StepInput, layers: jax.Array,
 ) -> Output:  # fmt: skip
-    """`passes` decode passes in one device loop. Slots that end in between sit out the rest."""
+    """`passes` decode passes in one device loop. Slots that end in between sit out the rest.
+
+    Copies of `hot_blocks` blocks stay on a TPU's chip for all passes. They are full: no pass writes to them.
+    """
     slots = len(inputs.sample_at)
+    hot = _stage(pool, state, inputs, hot_blocks) if hot_blocks else None
 
     def body(n: jax.Array, output: Output) -> Output:
         pool, state, results, _ = output
-        pool, state, result, logits = run_pass(config, run, keep_logits, params, pool, state, inputs, layers)
+        pool, state, result, logits = run_pass(config, run, keep_logits, params, pool, state, inputs, layers, hot)
         results = jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, n, 0), results, result)
         return pool, state, results, logits
 
     logits = jnp.zeros((slots, config.vocab_size if keep_logits else 0), jnp.float32)
     return lax.fori_loop(0, passes, body, (pool, state, StepResult.empty(passes, slots), logits))
+
+
+def _stage(pool: KVPool, state: SlotState, inputs: StepInput, blocks: int) -> Any:
+    """Copies of up to `blocks` blocks of the sequences that run, on the chip."""
+    from ...kernels.attention import tpu_hot
+
+    runs = state.active & (inputs.sample_at >= 0)
+    return tpu_hot.stage(pool, inputs.tables, jnp.where(runs, state.position, 0), blocks)
 
 
 def admit(state: SlotState, slot: jax.Array, row: SlotState) -> SlotState:

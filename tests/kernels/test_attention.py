@@ -442,6 +442,21 @@ def test_impossible_calls_are_refused() -> None:
         )  # fmt: skip
 
 
+def test_native_code_does_not_leave_the_arrays() -> None:
+    step = make(Case(((130, 3),)), "float32")
+    tables = step.queries.tables.copy()
+    tables[0, 0] = 99
+    for wrong in (
+        {"tables": tables},
+        {"positions": np.where(step.queries.positions >= 0, step.queries.positions + 1000, -1)},
+        {"n_tokens": np.int32(99)},
+        {"counts": step.queries.counts + 90},
+        {"slots": step.queries.slots - 1},
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="lies outside of the arrays"):
+            call(dataclasses.replace(step, queries=step.queries._replace(**wrong)), "cpu")
+
+
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_any_step_matches_the_oracle(data: st.DataObject) -> None:

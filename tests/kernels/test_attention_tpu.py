@@ -250,7 +250,7 @@ def test_runs_are_cut_into_tiles(lengths: list[int], height: int, cores: int, da
     tokens += [(0, -1)] * (T - len(tokens))
     queries = jax.tree.map(jnp.asarray, listed(np.zeros((B, M), np.int32), np.array(tokens, np.int32)))
     sizes = tpu_sizes.choose(4, 2, 64, "float32", tokens=T, rows=B, width=M, on=tpu_sizes.UNKNOWN)
-    work = jax.jit(tpu.plan, static_argnums=(1, 2))(queries, dataclasses.replace(sizes, heights=(height,)), cores)
+    work = jax.jit(tpu.tiles, static_argnums=(1, 2))(queries, dataclasses.replace(sizes, heights=(height,)), cores)
     expected, token, opens = [], 0, []
     for s, (n, first) in enumerate(zip(lengths, firsts, strict=True)):
         opens.append(len(expected))

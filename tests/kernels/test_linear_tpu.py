@@ -163,10 +163,14 @@ def test_odd_logits(interpreted: None) -> None:
     assert token.tolist() == [0, 0, 0] and bool((highest == -jnp.inf).all()) and bool((total == -jnp.inf).all())
 
 
-def test_rows_of_a_table(interpreted: None) -> None:
-    table, ids = quantised("c8", 500, 64, layers=None), jnp.asarray([0, 499, 7], jnp.int32)
-    got = tpu.embed(ids, table, n_rows=jnp.int32(3))
-    assert np.array_equal(got, reference.embed(ids, table, n_rows=jnp.int32(3)))
+@pytest.mark.parametrize("form", ["c8", "bfloat16", "float32"])
+@pytest.mark.parametrize("vocabulary", [512, 500])  # whole tiles, and not
+def test_rows_of_a_table(interpreted: None, form: str, vocabulary: int) -> None:
+    table = quantised("c8", vocabulary, 64, layers=None) if form == "c8" else random(vocabulary, 64).astype(form)
+    ids = jnp.asarray([0, vocabulary - 1, 7, 7, 33, 1, 2, 8, 64], jnp.int32)
+    for wanted in (ids, ids[:8]):
+        got = tpu.embed(wanted, table, n_rows=jnp.int32(len(wanted)))
+        assert np.array_equal(got, reference.embed(wanted, table, n_rows=jnp.int32(len(wanted))))
 
 
 # --- block sizes -----------------------------------------------------------------------------------------------------
@@ -275,5 +279,4 @@ def test_compiles_and_reads_weights_once(chip: str, form: str, uncached: None) -
         sum(p.size * (0.5 if p.dtype == jnp.int4 else p.dtype.itemsize) for p in w.parts.values()) for w in weights
     )
     least = 2 * first + second + table.size * 2
-    print(counted.by_operation)
-    assert least <= counted.bytes * 1.01 and counted.bytes <= 1.03 * least
+    assert 0.99 * least <= counted.bytes <= 1.03 * least

@@ -196,7 +196,10 @@ def test_the_output_is_neither_a_folder_nor_the_prompt_file(tmp_path, capsys):
     ("argv", "message"),
     [
         (["--draft", "shadow"], "--draft: 'shadow' is not supported; supported: off"),
-        (["--quant", "int4"], "--quant: 'int4' is not supported; supported: auto, none"),
+        (["--quant", "int3"], "--quant: 'int3' is not supported; supported: auto, none, int8, int4"),
+        (["--kv", "int4"], "--kv: 'int4' is not supported; supported: auto, float32, bfloat16, int8"),
+        (["--kernels", "cuda"], "--kernels: 'cuda' is not supported; supported: auto, xla, cpu, tpu"),
+        (["--embedding", "9:int8"], "embedding '9:int8' is not supported"),
         (["--level", "medium"], "unrecognized arguments: --level"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-p", "nan"], "top_p must be above 0"),

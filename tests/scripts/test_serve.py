@@ -269,4 +269,4 @@ def test_the_real_engine_on_one_device_and_on_a_mesh():
             assert "umbra_compilations_after_ready_total 0.0" in metrics
             assert "umbra_generated_tokens_total 36.0" in metrics
             logprobs.append(each[0])
-    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=2e-3)  # other sums, rounded to KV in int8

@@ -172,7 +172,8 @@ def test_penalties_and_bias_act(tiny_engine: Engine) -> None:
 def test_logprobs(tiny_engine: Engine) -> None:
     answer = one(tiny_engine, max_tokens=8, logprobs=5)
     model = tiny_engine.model
-    whole = np.asarray(logits(model.config, model.params, np.array(PROMPT + list(answer.token_ids))), np.float64)
+    ids, device = np.array(PROMPT + list(answer.token_ids)), tiny_engine.device
+    whole = np.asarray(logits(model.config, model.params, ids, kernels=device.kernels, kv=device.kv), np.float64)
     expected = whole - np.log(np.exp(whole).sum(-1, keepdims=True))
     assert len(answer.logprobs) == 8
     for i, entry in enumerate(answer.logprobs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,10 @@ def interpreted() -> Iterator[None]:
     """Kernels run in TPU interpret mode with everything it can check."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    strict = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+    strict = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise",
+        vector_clock_size=256,  # by default all DMAs share a clock, and no two of them ever race
+    )  # fmt: skip
     try:
         with pltpu.force_tpu_interpret_mode(strict):
             yield
@@ -41,15 +45,16 @@ def interpreted() -> Iterator[None]:
         pltpu.reset_tpu_interpret_mode_state()
 
 
+def programs_of(model: Model, kernels: Kernels, kv: str) -> dict[str, Program]:
+    """The engine's programs by kind."""
+    mesh = make_mesh(jax.devices()[:1], model.config)
+    listed = programs(model.config, CONFIG, mesh, params=model.params, kernels=kernels, kv=KVFormat(kv, "float32"))
+    return {program.kind: program for program in listed}
+
+
 def generate(model: Model, kernels: Kernels) -> np.ndarray:
     """Tokens int32 `[passes, slots]`: a prompt in each slot, then two decode passes in one loop on the device."""
-    mesh = make_mesh(jax.devices()[:1], model.config)
-    listed: dict[str, Program] = {
-        p.kind: p
-        for p in programs(
-            model.config, CONFIG, mesh, params=model.params, kernels=kernels, kv=KVFormat("float32", "float32")
-        )
-    }
+    listed = programs_of(model, kernels, "float32")
     prefill, decode = listed["prefill"], listed["decode_n"]
     rows = empty_rows(CONFIG.slots, model.config.vocab_size)
     rng = np.random.default_rng(0)
@@ -113,3 +118,45 @@ def test_ids_are_those_of_plain_jax(quant: str, interpreted: None) -> None:
     got = generate(model, TPU)
     assert got.shape == (3, CONFIG.slots) and (got >= 0).all()
     assert np.array_equal(got, generate(model, Kernels()))
+
+
+def test_blocks_on_the_chip_change_nothing(interpreted: None) -> None:
+    """The loop with its window of KV and without: the same ids, the same pool. One sequence has a full block when the
+    loop starts, the other fills its first one in the loop."""
+    model = load_model("tiny", quant="none", kernels=TPU)
+    staged = programs_of(model, TPU, "int8")["decode_n"]
+    plain = staged.fallback
+    assert plain is not None and plain.name == staged.name and not plain.hot
+    assert [x.shape[0] for x in staged.hot] == [4, 4]  # values and scales: all blocks there are
+    rng = np.random.default_rng(0)
+
+    def stored(s: Any) -> np.ndarray:
+        return rng.integers(-127, 128, s.shape, s.dtype) if s.dtype == np.int8 else rng.random(s.shape, s.dtype) / 64
+
+    pool = jax.tree.map(stored, staged.args[1])
+    rows = empty_rows(CONFIG.slots, model.config.vocab_size)
+    for at, position in enumerate((200, 127)):
+        fill_row(
+            rows, at, SamplingParams(temperature=0.0), seed=0, stop_ids=(), limit=255,
+            prompt=np.ones(position + 1, np.int32), generated=np.array([], np.int32), position=position, active=True,
+        )  # fmt: skip
+    layers = np.array([model.config.n_layers, *range(model.config.n_layers)], np.int32)
+
+    def run(program: Program) -> Any:
+        new_pool, _, result, _ = program.jit()(dict(model.params), pool, rows, _decode_input(model), layers)
+        return jax.tree.map(np.asarray, (result.tokens, [part[1:] for part in new_pool if part is not None]))
+
+    tokens, blocks = run(staged)
+    expected_tokens, expected_blocks = run(plain)
+    assert (tokens >= 0).all() and np.array_equal(tokens, expected_tokens)
+    assert all(map(np.array_equal, blocks, expected_blocks))
+
+
+def test_the_window_can_be_switched_off() -> None:
+    model = load_model("tiny", kernels=TPU)
+    mesh = make_mesh(jax.devices()[:1], model.config)
+    off = dataclasses.replace(CONFIG, hot_window="off")
+    listed = programs(model.config, off, mesh, params=model.params, kernels=TPU, kv=KVFormat("float32", "float32"))
+    assert not any(program.hot or program.fallback for program in listed)
+    with pytest.raises(ValueError, match="supported: auto, off"):
+        EngineConfig(hot_window="on")  # type: ignore[arg-type]

@@ -14,9 +14,9 @@
 
 namespace umbra {
 
-int64_t attention_scratch(int rows, int padded) {
-  const int64_t per_row = kBlock * 4 + kBlock / kSpan * 4 + kBlock * 2;
-  return per_row * (rows + kTogether) + 2 * kBlock * 4 + int64_t{4} * kBlock * padded;
+int64_t attention_scratch(int rows) {
+  const int64_t per_row = kBlock * 4 + kBlock * 2 + kBlock / kSpan * 4;
+  return 2 * kBlock * 4 + int64_t{16} * kMaxHead * 4 + per_row * (rows + kTogether);
 }
 
 namespace {
@@ -25,7 +25,7 @@ using S32 = ffi::Buffer<ffi::S32>;
 using F32 = ffi::Buffer<ffi::F32>;
 
 constexpr int64_t kSplitBytes = 4 << 20;  // of states of single blocks, of one item
-constexpr int64_t kItemsPerThread = 8;
+constexpr int64_t kItemsPerThread = 16;
 
 AttentionKernel kernel_for(KvType type) {
 #if defined(__x86_64__)
@@ -38,13 +38,13 @@ AttentionKernel kernel_for(KvType type) {
 // Memory that is kept from call to call.
 class Arena {
  public:
-  // At least `bytes`, with any contents.
+  // At least `bytes`, aligned to 64, with any contents.
   void* get(int64_t bytes) {
     if (bytes > size_) {
       size_ = std::max(bytes, size_ + size_ / 2);
-      memory_.reset(new char[size_]);
+      memory_.reset(new char[size_ + 64]);
     }
-    return memory_.get();
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64);
   }
 
  private:
@@ -73,6 +73,11 @@ struct Call {
   }
   char* scales_of(int64_t block, int64_t k, int which) const {
     return scales ? scales + (((block * L + layer) * K + k) * 2 + which) * kBlock * scale_bytes : nullptr;
+  }
+  // The entries of a slot's table that a query at `first` sees, or those up to `last` see: [begin, end).
+  void entries(int64_t slot, int64_t first, int64_t last, int64_t* begin, int64_t* end) const {
+    const int64_t oldest = window > 0 ? std::max<int64_t>(first - window + 1, 0) : 0;
+    *begin = entry(slot, oldest / kBlock), *end = entry(slot, last / kBlock + 1);
   }
   // The entry of a slot's table with the sequence's block `block`, or the first one with a later block.
   int64_t entry(int64_t slot, int64_t block) const {
@@ -133,7 +138,10 @@ struct Item {
 
 int64_t state_floats(int64_t rows, int padded) { return (rows * (padded + 2) + 15) / 16 * 16; }
 
-AttentionState state_at(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+AttentionState state_at(float* memory, int64_t rows, int padded) {
+  float* const tops = memory + rows * padded;
+  return {tops, tops + rows, memory};
+}
 
 class Attention {
  public:
@@ -153,8 +161,9 @@ class Attention {
     for (int64_t g = c_.n_groups - 1; g >= 0; --g) {  // a prompt's last groups see most: they come first
       const int64_t start = c_.starts[g], count = c_.counts[g], first = c_.positions[start], last = first + count - 1;
       if (count < 1 || first < 0) continue;
-      const int64_t slot = c_.slots[start], oldest = c_.window > 0 ? std::max<int64_t>(first - c_.window + 1, 0) : 0;
-      const int64_t begin = c_.entry(slot, oldest / kBlock), end = c_.entry(slot, last / kBlock + 1);
+      const int64_t slot = c_.slots[start];
+      int64_t begin, end;
+      c_.entries(slot, first, last, &begin, &end);
       if (begin >= end) continue;
       for (int64_t k = 0; k < c_.K; ++k) {
         Job job;
@@ -190,17 +199,18 @@ class Attention {
     const int padded = c_.head.padded;
     static thread_local Arena arena;
     const int64_t floats = state_floats(rows, padded);
-    char* const memory = static_cast<char*>(arena.get(attention_scratch(static_cast<int>(rows), padded) + 8 * floats));
+    char* const memory = static_cast<char*>(arena.get(attention_scratch(static_cast<int>(rows)) + 8 * floats));
     float* const states = reinterpret_cast<float*>(memory);
     void* const scratch = states + 2 * floats;
-    const AttentionState whole = state_at(states, rows), here = state_at(states + floats, rows);
+    const AttentionState whole = state_at(states, rows, padded), here = state_at(states + floats, rows, padded);
     std::fill_n(whole.total, rows, 0.0f);
     for (int64_t m = item.begin; m < item.end; ++m) {
       const bool keep = job.parts >= 0;
-      const AttentionState part = keep ? state_at(parts_ + job.parts + (m - job.begin) * floats, rows) : here;
+      const AttentionState part = keep ? state_at(parts_ + job.parts + (m - job.begin) * floats, rows, padded) : here;
       AttentionBlock block = block_of(job, m);
       if (m + 1 < item.end || following) {
-        const AttentionBlock next = m + 1 < item.end ? block_of(job, m + 1) : block_of(jobs_[following->job], following->begin);
+        const AttentionBlock next =
+            m + 1 < item.end ? block_of(job, m + 1) : block_of(jobs_[following->job], following->begin);
         block.next = next.values, block.next_scales = next.k_scales;
       }
       attend(job, m, block, part, scratch);
@@ -210,7 +220,7 @@ class Attention {
       const int64_t n = item.end - item.begin;
       if (job.left->fetch_sub(n, std::memory_order_acq_rel) != n) return;
       for (int64_t m = 0; m < job.end - job.begin; ++m) {
-        const AttentionState part = state_at(parts_ + job.parts + m * floats, rows);
+        const AttentionState part = state_at(parts_ + job.parts + m * floats, rows, padded);
         c_.kernel.merge(static_cast<int>(rows), padded, whole, part);
       }
     }
@@ -272,7 +282,8 @@ class Attention {
       c_.kernel.mass(c_.M, tops, totals, top, 1.0f, alone.data());
       float total = 0;
       for (const float x : alone) total += x;
-      if (total > 0) c_.kernel.mass(c_.M, tops, totals, top, 1.0f / (total * static_cast<float>(c_.N)), c_.mass + t * c_.M);
+      if (!(total > 0)) continue;
+      c_.kernel.mass(c_.M, tops, totals, top, 1.0f / (total * static_cast<float>(c_.N)), c_.mass + t * c_.M);
     }
   }
 
@@ -306,22 +317,36 @@ void run(const Call& c) {
   Attention(c, prepared).run(states);
 }
 
-// Whether every group and token in use lies inside the arrays.
+// Whether every group, token and block in use lies inside the arrays.
 bool indices_valid(const Call& c, int64_t B, int64_t G) {
-  if (c.n_tokens < 0 || c.n_tokens > c.T || c.n_groups < 0 || c.n_groups > G || c.layer < 0 || c.layer >= c.L) return false;
+  if (c.n_tokens < 0 || c.n_tokens > c.T || c.n_groups < 0 || c.n_groups > G) return false;
+  if (c.layer < 0 || c.layer >= c.L) return false;
+  const auto block_valid = [&](int64_t slot, int64_t entry) {
+    const int64_t block = c.tables[slot * c.M + entry];
+    return block >= 0 && block < c.blocks;
+  };
   for (int64_t t = 0; t < c.n_tokens; ++t) {
     if (c.positions[t] < 0) continue;
     if (c.slots[t] < 0 || c.slots[t] >= B || (!c.blocks_at && c.positions[t] >= c.M * kBlock)) return false;
+    const int64_t at = c.entry(c.slots[t], c.positions[t] / kBlock);
+    if (at < c.listed(c.slots[t]) && !block_valid(c.slots[t], at)) return false;
   }
   for (int64_t g = 0; g < c.n_groups; ++g) {
-    if (c.starts[g] < 0 || c.counts[g] < 0 || c.starts[g] + c.counts[g] > c.n_tokens) return false;
+    const int64_t start = c.starts[g], count = c.counts[g];
+    if (start < 0 || count < 0 || start + count > c.n_tokens) return false;
+    if (count == 0 || c.positions[start] < 0) continue;
+    int64_t begin, end;
+    c.entries(c.slots[start], c.positions[start], c.positions[start] + count - 1, &begin, &end);
+    for (int64_t m = begin; m < end; ++m) {
+      if (!block_valid(c.slots[start], m)) return false;
+    }
   }
   return true;
 }
 
-ffi::Error attention(F32 q, F32 k, F32 v, ffi::AnyBuffer values, ffi::AnyBuffer scales, S32 layer, S32 window, F32 angles,
-                     F32 q_weight, F32 k_weight, S32 slots, S32 positions, S32 n_tokens, S32 starts, S32 counts,
-                     S32 n_groups, S32 tables, S32 blocks_at, S32 n_blocks, ffi::ResultBuffer<ffi::F32> out,
+ffi::Error attention(F32 q, F32 k, F32 v, ffi::AnyBuffer values, ffi::AnyBuffer scales, S32 layer, S32 window,
+                     F32 angles, F32 q_weight, F32 k_weight, S32 slots, S32 positions, S32 n_tokens, S32 starts,
+                     S32 counts, S32 n_groups, S32 tables, S32 blocks_at, S32 n_blocks, ffi::ResultBuffer<ffi::F32> out,
                      ffi::Result<ffi::AnyBuffer> new_values, ffi::Result<ffi::AnyBuffer> new_scales,
                      ffi::ResultBuffer<ffi::F32> lse, ffi::ResultBuffer<ffi::F32> mass, float q_eps, float k_eps,
                      float scale, float softcap) {
@@ -368,7 +393,7 @@ ffi::Error attention(F32 q, F32 k, F32 v, ffi::AnyBuffer values, ffi::AnyBuffer 
   c.layer = *layer.typed_data(), c.window = std::max(0, *window.typed_data());
   c.n_tokens = *n_tokens.typed_data(), c.n_groups = *n_groups.typed_data();
   if (!indices_valid(c, table_shape[0], size(starts))) {
-    return invalid("umbra_attention: a layer, token, group or position lies outside of the arrays");
+    return invalid("umbra_attention: a layer, token, group, position or block lies outside of the arrays");
   }
   run(c);
   return ffi::Error::Success();

@@ -2,8 +2,8 @@
 //
 // Letters: H head size, P block length (128), R rows: the queries of one group that share a key/value head.
 //
-// A row attends to one block at a time: its logits (times log2 e, so that weights are powers of 2), their greatest, the sum
-// of 2^(logit - greatest) and the values weighted so come from that block alone, and are then merged into the row's
+// A row attends to one block at a time: its logits (times log2 e, so that weights are powers of 2), their greatest, the
+// sum of 2^(logit - greatest) and the values weighted so come from that block alone, and are then merged into the row's
 // state, block after block in ascending order. So a block may be worked on anywhere at any time, and the bits of a row
 // depend on nothing but its own query and the blocks it sees.
 #pragma once
@@ -23,11 +23,11 @@ enum class KvType { f32, bf16, i8 };
 
 // How queries and keys are prepared, and how large things are.
 struct AttentionHead {
-  int size;              // H
-  int padded;            // H rounded up to 16
-  bool half_scales;      // the scales of an int8 pool are float16, else float32
-  float scale;           // of the logits
-  float softcap;         // 0: none
+  int size;          // H
+  int padded;        // H rounded up to 16
+  bool half_scales;  // the scales of an int8 pool are float16, else float32
+  float scale;       // of the logits
+  float softcap;     // 0: none
 };
 
 // The state of a row over some blocks: the greatest logit, the sum of 2^(logit - greatest), and the values weighted by
@@ -40,9 +40,9 @@ struct AttentionState {
 
 // One head's part of a block.
 struct AttentionBlock {
-  const void* values;    // [P, 2H]
-  const void* k_scales;  // [P], int8 only
-  const void* v_scales;  // [P], int8 only
+  const void* values;       // [P, 2H]
+  const void* k_scales;     // [P], int8 only
+  const void* v_scales;     // [P], int8 only
   const void* next;         // values that will be read soon, or null
   const void* next_scales;  // [2, P], or null
 };
@@ -60,8 +60,8 @@ struct AttentionRows {
   bool window;           // `first` moves along too; otherwise every token sees from the block's beginning on
 };
 
-// Bytes of scratch memory that `block` needs.
-int64_t attention_scratch(int rows, int padded);
+// Bytes of scratch memory that `block` needs, aligned to 64.
+int64_t attention_scratch(int rows);
 
 struct AttentionKernel {
   // A query `x` [H], float32: normalised by `weight` (null: not), turned by `turn` [2, H/2] (null: not), widened, and
@@ -72,7 +72,8 @@ struct AttentionKernel {
   void (*store)(const AttentionHead&, const float* k, const float* v, const float* weight, float eps, const float* turn,
                 void* values, void* k_scale, void* v_scale);
   // The state of the rows over one block.
-  void (*block)(const AttentionHead&, const AttentionRows&, const AttentionBlock&, const AttentionState&, void* scratch);
+  void (*block)(const AttentionHead&, const AttentionRows&, const AttentionBlock&, const AttentionState&,
+                void* scratch);
   // Adds the state of a later block, of `rows` rows.
   void (*merge)(int rows, int padded, const AttentionState& into, const AttentionState& block);
   // out [H] = weighted / total, or zeros.

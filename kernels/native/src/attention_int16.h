@@ -1,5 +1,5 @@
-// Products of int16 numbers, for attention over int8 pools. Sums are int32 and exact, so they have the same bits on every
-// instruction set, in whatever order they are taken.
+// Products of int16 numbers, for attention over int8 pools. Sums are int32 and exact, so they have the same bits on
+// every instruction set, in whatever order they are taken.
 #pragma once
 
 #include "attention.h"
@@ -150,8 +150,8 @@ UMBRA_INLINE void add_tile(__m256i first, __m256i second, float step, float* wei
   _mm256_storeu_ps(weighted + 8, _mm256_fmadd_ps(high, factor, _mm256_loadu_ps(weighted + 8)));
 }
 
-// weighted[r][0 .. 16 kTiles) += steps[r] * sum of weight * value over pairs of tokens, whose values lie `stride` apart, for
-// kRows rows: their weights lie kBlock apart, their steps kBlock / kSpan, their results `padded`.
+// weighted[r][0 .. 16 kTiles) += steps[r] * sum of weight * value over pairs of tokens, whose values lie `stride`
+// apart, for kRows rows: their weights lie kBlock apart, their steps kBlock / kSpan, their results `padded`.
 template <int kRows, int kTiles>
 UMBRA_INLINE void weigh_tile(const int16_t* weights, const int16_t* values, int pairs, int stride, const float* steps,
                              int padded, float* weighted) {
@@ -211,7 +211,9 @@ UMBRA_INLINE Words widened(const int8_t* p) {
   return x;
 }
 UMBRA_INLINE void store_int16(int16_t* p, I x) {
-  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(x.v[i]);
+  int32_t lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int16_t>(lanes[i]);
 }
 
 UMBRA_INLINE void dot_keys(const int16_t* q, const int16_t* keys, int padded, const float* k_scales, float factor,

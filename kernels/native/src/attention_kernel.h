@@ -1,7 +1,7 @@
 // The attention kernels, compiled once per instruction set; attention.h says what they do.
 //
 // int8 pools: a query becomes 15-bit integers with one scale, weights (times the scale of their value) 15-bit integers
-// with one scale for 32 tokens. Products are summed as int32, which is exact, so that no order has a say in the result.
+// with one scale for `kSpan` tokens. Products are summed as int32, which is exact, so that no order has a say in it.
 // Float pools: the products of a query and a key are 16 partial sums (entries i, i + 16, ...), added as `sum` does;
 // values are added token by token.
 #include <type_traits>
@@ -14,15 +14,16 @@ namespace umbra::UMBRA_ISA {
 namespace {
 
 constexpr int kTile = 64;  // entries of values that are widened together
+constexpr int kWide = 16 * kMaxHead > kSpan * kTile ? 16 * kMaxHead : kSpan * kTile;
 constexpr float kInt16 = 32767.0f;
 constexpr float kLog2E = 1.44269504f;
-constexpr float kTiny = 1e-25f;    // weights below it count as zero where they share no scale with greater ones
+constexpr float kTiny = 1e-25f;  // weights below it count as zero where they share no scale with greater ones
 
 UMBRA_INLINE int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 UMBRA_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// 2^x for x <= 0, exactly 1 at 0, relative error below 2e-7. Below -126.5 the result is zero or a number that is not normal,
-// and so counts as zero in every operation (`FloatMode`). The polynomial is the minimax one with that value at 0.
+// 2^x for x <= 0, exactly 1 at 0, relative error below 2e-7. Below -126.5 the result is zero or a number that is not
+// normal, and so counts as zero in every operation (`FloatMode`). The polynomial is the minimax one that is 1 at 0.
 UMBRA_INLINE F exp2_weight(F x) {
   constexpr float kLow = -127.0f, kShift = 12582912.0f;  // 1.5 * 2^23: rounds to an integer
   const F inside = max(x, set(kLow));
@@ -175,23 +176,24 @@ void store_kv(const AttentionHead& head, const float* k, const float* v, const f
 
 // ---- one block
 
-// Parts of the scratch memory, of `attention_scratch` bytes.
+// Parts of the scratch memory, of `attention_scratch` bytes, each on a cache line of its own.
 template <class Kv>  // Float or Int8
 struct Scratch {
-  float* logits;              // [R, P]; for float pools then the weights
-  int16_t* weights;           // [R, P], int8 only
-  float* steps;               // [R, P / kSpan]: what integer weights are multiplied by; 0: the span adds nothing
-  float* k_scales;            // [P]
-  float* v_scales;            // [P]
-  typename Kv::Wide* wide;    // some keys, a tile of values, or all keys, turned
+  float* k_scales;          // [P]
+  float* v_scales;          // [P]
+  typename Kv::Wide* wide;  // some keys or a tile of values, widened
+  float* logits;            // [R, P]; for float pools then the weights
+  int16_t* weights;         // [R, P], int8 only
+  float* steps;             // [R, P / kSpan]: what integer weights are multiplied by; 0: the span adds nothing
 
-  Scratch(void* memory, int rows, int padded) {
-    logits = static_cast<float*>(memory);
-    steps = logits + static_cast<int64_t>(round_up(rows, kTogether)) * kBlock;
-    k_scales = steps + rows * (kBlock / kSpan);
+  Scratch(void* memory, int rows) {
+    rows = round_up(rows, kTogether);
+    k_scales = static_cast<float*>(memory);
     v_scales = k_scales + kBlock;
     wide = reinterpret_cast<typename Kv::Wide*>(v_scales + kBlock);
-    weights = reinterpret_cast<int16_t*>(wide + kBlock * padded);
+    logits = reinterpret_cast<float*>(wide + kWide);
+    weights = reinterpret_cast<int16_t*>(logits + static_cast<int64_t>(rows) * kBlock);
+    steps = reinterpret_cast<float*>(weights + static_cast<int64_t>(rows) * kBlock);
   }
 };
 
@@ -214,8 +216,8 @@ UMBRA_INLINE void load_scales(const AttentionHead& head, const void* from, Seen 
   }
 }
 
-// Brings in `n` bytes from `at` on of the values that are read next. A few lines at a time, all along: a burst would wait
-// for itself.
+// Brings in `n` bytes from `at` on of the values that are read next. A few lines at a time, all along: a burst would
+// wait for itself.
 UMBRA_INLINE void prefetch_part(const AttentionBlock& block, int64_t at, int64_t n) {
   if (!block.next) return;
   for (int64_t i = at; i < at + n; i += 64) prefetch(static_cast<const char*>(block.next) + i);
@@ -389,8 +391,8 @@ UMBRA_INLINE float masked(const AttentionHead& head, Seen seen, float* x) {
   return max(top);
 }
 
-// Logits of one row (times log2 e), capped and masked, to weights; their sum. In a float pool the weights are what values are multiplied
-// by,
+// Logits of one row (times log2 e), capped and masked, to weights; their sum. In a float pool the weights are what
+// values are multiplied by,
 UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Float>& s) {
   float* const x = s.logits + row * kBlock;
   F total = zero();
@@ -479,20 +481,21 @@ UMBRA_INLINE void weigh_rows(const AttentionRows& rows, const Scratch<Int8>& s, 
     const int16_t* const weights = s.weights + r * kBlock + even;
     const float* const steps = s.steps + r * (kBlock / kSpan) + from / kSpan;
     float* const out = weighted + static_cast<int64_t>(r) * padded;
+    const int stride = 2 * width;
     const bool two = r + 1 < rows.count;
     if (steps[0] == 0.0f && (!two || steps[kBlock / kSpan] == 0.0f)) continue;
     int c = 0;
     if (two) {
-      for (; c + 32 <= width; c += 32) weigh_tile<2, 2>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
-      for (; c < width; c += 16) weigh_tile<2, 1>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
+      for (; c + 32 <= width; c += 32) weigh_tile<2, 2>(weights, s.wide + 2 * c, pairs, stride, steps, padded, out + c);
+      for (; c < width; c += 16) weigh_tile<2, 1>(weights, s.wide + 2 * c, pairs, stride, steps, padded, out + c);
     } else {
-      for (; c + 64 <= width; c += 64) weigh_tile<1, 4>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
-      for (; c < width; c += 16) weigh_tile<1, 1>(weights, s.wide + 2 * c, pairs, 2 * width, steps, padded, out + c);
+      for (; c + 64 <= width; c += 64) weigh_tile<1, 4>(weights, s.wide + 2 * c, pairs, stride, steps, padded, out + c);
+      for (; c < width; c += 16) weigh_tile<1, 1>(weights, s.wide + 2 * c, pairs, stride, steps, padded, out + c);
     }
   }
 }
-UMBRA_INLINE void weigh_rows(const AttentionRows& rows, const Scratch<Float>& s, int from, int to, int width, int padded,
-                             float* weighted) {
+UMBRA_INLINE void weigh_rows(const AttentionRows& rows, const Scratch<Float>& s, int from, int to, int width,
+                             int padded, float* weighted) {
   for (int r = 0; r < rows.count; ++r) {
     const Seen seen = seen_by(rows, r / rows.per_token);
     if (seen.begin >= to || seen.end <= from) continue;  // its weights are not set
@@ -506,8 +509,8 @@ UMBRA_INLINE void weigh_rows(const AttentionRows& rows, const Scratch<Float>& s,
 
 // Values, weighted, of the tokens that any row sees.
 template <class Kv, int kPadded, class Width>
-UMBRA_INLINE void weigh_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block, Seen all,
-                              const Scratch<Width>& s, float* weighted) {
+UMBRA_INLINE void weigh_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block,
+                              Seen all, const Scratch<Width>& s, float* weighted) {
   const auto* const values = static_cast<const typename Kv::Stored*>(block.values);
   const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
   for (int span = all.begin / kSpan * kSpan; span < all.end; span += kSpan) {
@@ -535,7 +538,7 @@ void attend_block(const AttentionHead& head, const AttentionRows& rows, const At
                   const AttentionState& state, void* memory) {
   using Width = std::conditional_t<sizeof(typename Kv::Stored) == 1, Int8, Float>;
   const int padded = kPadded ? kPadded : head.padded;
-  const Scratch<Width> s(memory, rows.count, padded);
+  const Scratch<Width> s(memory, rows.count);
   const Seen all = {seen_by(rows, 0).begin, seen_by(rows, rows.tokens - 1).end};
   if constexpr (sizeof(typename Kv::Stored) == 1) {
     if (block.next_scales) {
@@ -566,6 +569,7 @@ void block(const AttentionHead& head, const AttentionRows& rows, const Attention
 #if defined(__AVX2__)  // elsewhere the compiler gains nothing from it
   if (head.size == 64) return attend_block<Kv, 64>(head, rows, block, state, memory);
   if (head.size == 128) return attend_block<Kv, 128>(head, rows, block, state, memory);
+  if (head.size == 256) return attend_block<Kv, 256>(head, rows, block, state, memory);
 #endif
   attend_block<Kv, 0>(head, rows, block, state, memory);
 }

@@ -278,7 +278,7 @@ void product_of(const Product& p) {
 }
 
 void product(const Product& p) {
-  std::memset(p.out, 0, sizeof(float) * p.n_blocks * p.n * kChannels);
+  for (int64_t i = 0; i < p.n_blocks * p.n * kChannels; i += 8) _mm256_store_ps(p.out + i, _mm256_setzero_ps());
   switch (p.matrix->form) {
     case Form::w4: return product_of<Form::w4>(p);
     case Form::w8: return product_of<Form::w8>(p);

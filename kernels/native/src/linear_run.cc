@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -106,10 +107,11 @@ double block_cost(const Matrix& m, int64_t rows) {
 // Few rows are done four blocks at a time, far apart in memory; many rows are bound by arithmetic.
 int streams_for(int64_t rows) { return rows <= 16 ? kStreams : 1; }
 
-// Calls `done(block, out)` with `out` [n, 16] for each of `count` blocks from `first` on; n rows from `row` on.
-template <class Done>
+// Calls `done(block, out)` with `out` [n, 16] for each of `count` blocks from `first` on; n rows from `row` on. Before
+// a block is computed `soon(block)` is called, to fetch what `done` will write.
+template <class Soon, class Done>
 void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& rows, int64_t row, int64_t n,
-              int64_t first, int64_t count, const Done& done) {
+              int64_t first, int64_t count, const Soon& soon, const Done& done) {
   alignas(64) float out[kMaxRows * kChannels];
   static_assert(kStreams * 16 <= kMaxRows);
   const int streams = streams_for(n);
@@ -117,6 +119,7 @@ void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& ro
   for (int64_t i = 0; i < each; ++i) {
     Product p{&matrix, &rows, row, n, {}, 0, out};
     for (int64_t block = i; block < count; block += each) p.block[p.n_blocks++] = first + block;
+    for (int s = 0; s < p.n_blocks; ++s) soon(p.block[s]);
     kernels.product(p);
     for (int s = 0; s < p.n_blocks; ++s) done(p.block[s], out + s * n * kChannels);
   }
@@ -145,6 +148,18 @@ struct Plan {
   }
 };
 
+// One row of a block; `residuals` may be `to`.
+inline void write_channels(const float* out, const float* residuals, float* to) {
+  float sum[kChannels];
+  std::memcpy(sum, out, sizeof(sum));
+  if (residuals) {
+    float before[kChannels];
+    std::memcpy(before, residuals, sizeof(before));
+    for (int64_t c = 0; c < kChannels; ++c) sum[c] = before[c] + sum[c];
+  }
+  std::memcpy(to, sum, sizeof(sum));
+}
+
 // Results of a block with their bias and residual, into `to` [R, out].
 void write_block(const Target& target, const float* residuals, float* to, int64_t block, int64_t row, int64_t n,
                  const float* out) {
@@ -152,6 +167,10 @@ void write_block(const Target& target, const float* residuals, float* to, int64_
   const int64_t channels = std::min<int64_t>(kChannels, width - first);
   for (int64_t r = 0; r < n; ++r) {
     const int64_t at = (row + r) * width + first;
+    if (channels == kChannels && !target.bias) {  // nearly always: a vector's work
+      write_channels(out + r * kChannels, residuals ? residuals + at : nullptr, to + at);
+      continue;
+    }
     for (int64_t c = 0; c < channels; ++c) {
       float value = out[r * kChannels + c];
       if (target.bias) value += target.bias[first + c];
@@ -199,7 +218,15 @@ void run_linear(const LinearCall& call) {
     const int64_t count = std::min(plan.size[i], target.matrix.blocks() - first);
     for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
       const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
-      products(kernels, target.matrix, rows, row, n, first, count, [&](int64_t block, const float* out) {
+      // The lines to be written lie in the cache of the core that wrote or read them last.
+      const auto soon = [&](int64_t block) {
+        for (int64_t r = 0; r < n; ++r) {
+          const int64_t at = (row + r) * target.matrix.out + block * kChannels;
+          __builtin_prefetch((raw ? raw : target.y) + at, 1);
+          if (residuals) __builtin_prefetch(residuals + at);
+        }
+      };
+      products(kernels, target.matrix, rows, row, n, first, count, soon, [&](int64_t block, const float* out) {
         write_block(target, residuals, raw ? raw : target.y, block, row, n, out);
       });
     }
@@ -226,10 +253,15 @@ void run_head(const HeadCall& call) {
     const int64_t first = segment * kBlocks, count = std::min(kBlocks, call.matrix.blocks() - first);
     for (int64_t row = 0; row < call.n_rows; row += kRowsAtOnce) {
       const int64_t n = std::min(kRowsAtOnce, call.n_rows - row);
-      products(kernels, call.matrix, rows, row, n, first, count, [&](int64_t block, const float* out) {
+      const auto soon = [](int64_t) {};
+      products(kernels, call.matrix, rows, row, n, first, count, soon, [&](int64_t block, const float* out) {
         const int64_t valid = std::min<int64_t>(kChannels, call.matrix.out - block * kChannels);
         for (int64_t r = 0; r < n; ++r) {
           float* const at = logits + r * kSegment + (block - first) * kChannels;
+          if (valid == kChannels) {
+            std::memcpy(at, out + r * kChannels, kChannels * sizeof(float));
+            continue;
+          }
           for (int64_t c = 0; c < kChannels; ++c) at[c] = c < valid ? out[r * kChannels + c] : -__builtin_inff();
         }
       });

@@ -177,7 +177,9 @@ def test_many_at_once(api, make_answer):
         async with httpx.AsyncClient(base_url=api.url, limits=limits, timeout=20) as client:
             return await asyncio.gather(*(client.post(CHAT, json=body(seed=i)) for i in range(100)))
 
-    texts = [r.json()["choices"][0]["message"]["content"] for r in asyncio.run(run())]
+    responses = asyncio.run(run())
+    assert all(r.status_code == 200 for r in responses), [r.text for r in responses if r.status_code != 200][:3]
+    texts = [r.json()["choices"][0]["message"]["content"] for r in responses]
     assert texts == [f"answer {i}" for i in range(100)]
 
 
