@@ -90,8 +90,14 @@ class Local:
 
     def _open(self, args: argparse.Namespace, progress: Any) -> tuple[Model, Engine]:
         return open_engine(
-            args.model or "smollm2", args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding,
-            progress=progress, kv=args.kv, slots=1,
+            args.model or "smollm2",
+            args.quant,
+            args.mesh,
+            kernels=args.kernels,
+            embedding=args.embedding,
+            progress=progress,
+            kv=args.kv,
+            slots=1,
         )
 
     def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:

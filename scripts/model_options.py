@@ -133,9 +133,7 @@ def open_engine(
         over = make_mesh(devices[:wanted], config, *(mesh or (None, None)))
     chosen = choose(devices[0].platform, kernels)
     log.log(logging.WARNING if chosen.fallback else logging.INFO, "kernels: %s", chosen.why)
-    loaded = load_model(
-        model, quant=quant, kernels=chosen.kernels, embedding=embedding, mesh=over, progress=progress
-    )
+    loaded = load_model(model, quant=quant, kernels=chosen.kernels, embedding=embedding, mesh=over, progress=progress)
     engine = Engine(loaded, EngineConfig(**sizes), mesh=over, metrics=metrics)
     engine.start(warm=warm, progress=progress)
     return loaded, engine

@@ -110,13 +110,12 @@ def linear(
 def embed(ids: jax.Array, table: Matrix, *, n_rows: jax.Array) -> jax.Array:
     """See api.py. A kernel fetches the tile of rows around each: XLA's own gather first brings a table that is small
     enough whole onto the chip."""
-    quantised = isinstance(table, Quantised)
-    q = table.parts["q"] if quantised else table
+    q, scale = (table.parts["q"], table.parts.get("scale")) if isinstance(table, Quantised) else (table, None)
     slab = _SUBLANE_BYTES // q.dtype.itemsize
-    if q.shape[0] % slab or (quantised and table.form != "c8"):
+    if q.shape[0] % slab or (isinstance(table, Quantised) and table.form != "c8"):
         return reference.embed(ids, table, n_rows=n_rows)
     rows = _table_rows(ids, q, slab)
-    return rows * table.parts["scale"][ids][:, None] if quantised else rows
+    return rows if scale is None else rows * scale[ids][:, None]
 
 
 def greedy_head(
@@ -179,7 +178,7 @@ class Stack:
 
     form: str  # c8, s4, bfloat16 or float32
     q: jax.Array  # [L, out, in]; s4: [L, in, out]
-    scale: jax.Array | None  # c8: [L, 1, out]; s4: [L, G, out]
+    scale: jax.Array | None  # c8: [L, out]; s4: [L, G, out]
 
     @staticmethod
     def of(weight: Matrix, inputs: int, stacked: bool) -> Stack:
@@ -190,7 +189,7 @@ class Stack:
             raise ValueError(f"a weight cannot be multiplied with on a TPU: {why}; load it with the layout 'tpu'")
         parts = weight.parts if stacked else {name: part[None] for name, part in weight.parts.items()}
         scale = parts["scale"]
-        return Stack(weight.form, parts["q"], scale[:, None] if weight.form == "c8" else scale)
+        return Stack(weight.form, parts["q"], scale)
 
     @property
     def quantised(self) -> bool:
@@ -215,8 +214,16 @@ class Stack:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of its scales."""
-        return 0 if self.scale is None else self.scale.shape[1] * self.scale.dtype.itemsize
+        """Bytes of the scales that are read for it: per channel those of eight layers, which share a tile."""
+        if self.scale is None:
+            return 0
+        values = self.scale.shape[1] if self.form == "s4" else self.scale_rows
+        return values * self.scale.dtype.itemsize
+
+    @property
+    def scale_rows(self) -> int:
+        """Layers whose scales per channel are read at once."""
+        return min(_SUBLANES, self.q.shape[0])
 
     @property
     def channel_bytes(self) -> float:
@@ -416,6 +423,9 @@ def _weight_operands(stack: Stack, part: Part) -> list[Operand]:
     def channels_last(b: jax.Array, r: jax.Array, layer: Any) -> tuple[Any, ...]:
         return layer[0], 0, part.block(b)
 
+    def tile_of_layers(b: jax.Array, r: jax.Array, layer: Any) -> tuple[Any, ...]:
+        return layer[0] // stack.scale_rows, part.block(b)
+
     if stack.form == "s4":
         q = pl.BlockSpec((1, part.inputs, part.channels), channels_last)
     else:
@@ -423,7 +433,10 @@ def _weight_operands(stack: Stack, part: Part) -> list[Operand]:
     stacked = stack.q.shape[0] > 1
     operands = [Operand(stack.q, q, int(stack.out * stack.weight_bytes), stacked)]
     if stack.scale is not None:
-        scale = pl.BlockSpec((1, stack.scale.shape[1], part.channels), channels_last)
+        if stack.form == "s4":
+            scale = pl.BlockSpec((1, stack.scale.shape[1], part.channels), channels_last)
+        else:
+            scale = pl.BlockSpec((stack.scale_rows, part.channels), tile_of_layers)
         operands.append(Operand(stack.scale, scale, stack.out * stack.scale_bytes, stacked))
     return operands
 
@@ -471,7 +484,6 @@ def _table_rows(ids: jax.Array, table: jax.Array, slab: int) -> jax.Array:
 
 
 def _linear_kernel(p: Plan, rows: Rows, has_residual: bool, layer: Any, *refs: Any) -> None:
-    del layer  # used by the index maps
     refs_left = list(refs)
     h = _ready_rows(p, rows, refs_left)
     weights = [_take_weight(part, refs_left) for part in p.parts]
@@ -480,7 +492,7 @@ def _linear_kernel(p: Plan, rows: Rows, has_residual: bool, layer: Any, *refs: A
     for part, (q, scale), out in zip(p.parts, weights, refs_left, strict=True):
 
         def turn(part: Part = part, q: Any = q, scale: Any = scale, out: Any = out) -> None:
-            y = _block_product(h, part.form, q, scale)
+            y = _block_product(h, part.form, q, scale, layer[0])
             out[...] = y if residual is None else residual[...] + y
 
         if len(p.parts) == 1:
@@ -490,7 +502,6 @@ def _linear_kernel(p: Plan, rows: Rows, has_residual: bool, layer: Any, *refs: A
 
 
 def _greedy_kernel(p: Plan, rows: Rows, softcap: float | None, layer: Any, *refs: Any) -> None:
-    del layer
     refs_left = list(refs)
     h = _ready_rows(p, rows, refs_left)
     (part,) = p.parts
@@ -504,7 +515,7 @@ def _greedy_kernel(p: Plan, rows: Rows, softcap: float | None, layer: Any, *refs
         highest[...] = jnp.full_like(highest, _NEG_INF)
         total[...] = jnp.zeros_like(total)
 
-    logits = reference.capped(_block_product(h, part.form, q, scale), softcap)
+    logits = reference.capped(_block_product(h, part.form, q, scale, layer[0]), softcap)
     ids = b * part.channels + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     usable = (logits > _NEG_INF) & (ids < part.out)  # no NaN; nothing from past the end of the last block
     clean = jnp.where(usable, jnp.minimum(logits, _LARGEST), _NEG_INF)
@@ -544,7 +555,7 @@ def _take_weight(part: Part, refs: list[Any]) -> tuple[Any, Any]:
     return refs.pop(0), refs.pop(0) if part.form in ("c8", "s4") else None
 
 
-def _block_product(h: Any, form: str, q: Any, scale: Any) -> jax.Array:
+def _block_product(h: Any, form: str, q: Any, scale: Any, layer: jax.Array) -> jax.Array:
     """`[R, channels]`, float32: the rows times one block of a weight."""
     if form == "s4":
         return _grouped_product(h, q, scale)
@@ -553,7 +564,11 @@ def _block_product(h: Any, form: str, q: Any, scale: Any) -> jax.Array:
         h[...], q[0].astype(h.dtype), (((1,), (1,)), ((), ())),
         precision=precision, preferred_element_type=jnp.float32,
     )  # fmt: skip
-    return y if scale is None else y * scale[0]
+    if scale is None:
+        return y
+    rows = lax.broadcasted_iota(jnp.int32, scale.shape, 0)
+    mine = jnp.where(rows == layer % scale.shape[0], scale[...], 0.0)
+    return y * jnp.sum(mine, axis=0, keepdims=True)
 
 
 def _grouped_product(h: Any, q: Any, scale: Any) -> jax.Array:

@@ -19,7 +19,8 @@ from umbra.scripts.tpu import chips
 
 STRICT = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
 NOTHING: dict[str, Any] = dict(norm=None, up=None, activation=None, bias=None, post_norm=None, residual=None)
-LAYERS = 3
+LAYERS = 10
+"""More than the eight whose scales are fetched together."""
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
 
@@ -76,8 +77,8 @@ def test_products_are_those_of_plain_jax(
     weights = [quantised(form, out, inputs) for out in outs]
     how = NOTHING | dict(n_rows=jnp.int32(rows), norm=(random(LAYERS, inputs), 1e-5))
     x = random(rows, inputs)
-    got = tpu.linear(x, weights, jnp.int32(1), **how)
-    for one, want in zip(got, reference.linear(x, weights, jnp.int32(1), **how, tile=None), strict=True):
+    got = tpu.linear(x, weights, jnp.int32(8), **how)
+    for one, want in zip(got, reference.linear(x, weights, jnp.int32(8), **how, tile=None), strict=True):
         close(one, want)
 
 
@@ -108,8 +109,8 @@ def test_more_rows_than_fit_are_walked_in_blocks(interpreted: None, monkeypatch:
     weights = [quantised("c8", 256, 128), quantised("c8", 128, 128)]
     how = NOTHING | dict(n_rows=jnp.int32(70), norm=(random(LAYERS, 128), 1e-5))
     x = random(70, 128)
-    got = tpu.linear(x, weights, jnp.int32(1), **how)
-    for one, want in zip(got, reference.linear(x, weights, jnp.int32(1), **how, tile=None), strict=True):
+    got = tpu.linear(x, weights, jnp.int32(8), **how)
+    for one, want in zip(got, reference.linear(x, weights, jnp.int32(8), **how, tile=None), strict=True):
         close(one, want)
 
 
@@ -118,8 +119,8 @@ def test_a_row_depends_on_itself_alone(interpreted: None) -> None:
     weight = quantised("c8", 256, 128)
     how = NOTHING | dict(n_rows=jnp.int32(8), norm=(random(LAYERS, 128), 1e-5))
     x = random(8, 128)
-    (alone,) = tpu.linear(x, [weight], jnp.int32(1), **how)
-    (beside,) = tpu.linear(x.at[3:].set(jnp.nan), [weight], jnp.int32(1), **how)
+    (alone,) = tpu.linear(x, [weight], jnp.int32(8), **how)
+    (beside,) = tpu.linear(x.at[3:].set(jnp.nan), [weight], jnp.int32(8), **how)
     assert np.array_equal(alone[:3], beside[:3])
 
 
@@ -181,7 +182,7 @@ def abstract(form: str, out: int, inputs: int) -> tpu.Stack:
     if form == "s4":
         return tpu.Stack(form, one((2, inputs, out), jnp.int4), one((2, inputs // 32, out), jnp.bfloat16))  # type: ignore[arg-type]
     if form == "c8":
-        return tpu.Stack(form, one((2, out, inputs), jnp.int8), one((2, 1, out), jnp.float32))  # type: ignore[arg-type]
+        return tpu.Stack(form, one((16, out, inputs), jnp.int8), one((16, out), jnp.float32))  # type: ignore[arg-type]
     return tpu.Stack(form, one((2, out, inputs), jnp.dtype(form)), None)  # type: ignore[arg-type]
 
 
@@ -220,7 +221,11 @@ def test_every_byte_of_a_weight_is_visited_once(form: str, out: int, inputs: int
                 visited += (min(first + part.channels, stack.out) - first) * inputs
             before = at
         assert visited * (0.5 if form == "s4" else stack.q.dtype.itemsize) == q.visited
-        assert [s.visited for s in scales] == [stack.scale.size * stack.scale.dtype.itemsize // 2 for _ in scales]
+        # Eight layers' scales of a channel lie in one tile.
+        layers = 1 if form == "s4" else 8
+        assert [s.visited for s in scales] == [
+            layers * scale.size // len(scale) * scale.dtype.itemsize for scale in [stack.scale][: len(scales)]
+        ]
 
 
 # --- compiled for a chip ---------------------------------------------------------------------------------------------
@@ -279,4 +284,5 @@ def test_compiles_and_reads_weights_once(chip: str, form: str, uncached: None) -
         sum(p.size * (0.5 if p.dtype == jnp.int4 else p.dtype.itemsize) for p in w.parts.values()) for w in weights
     )
     least = 2 * first + second + table.size * 2
-    assert 0.99 * least <= counted.bytes <= 1.03 * least
+    # On a v5p, whose two cores share no on-chip memory, activations go through HBM.
+    assert 0.99 * least <= counted.bytes <= (1.06 if chip == "v5p" else 1.03) * least
