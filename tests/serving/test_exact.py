@@ -62,7 +62,7 @@ WORK = requests(20, seed=1) + [
 
 
 KINDS = [(name, kernels, "none") for name in ("tiny", "tiny-gemma") for kernels in ("xla", "cpu")]
-KINDS += [("tiny", "cpu", "int4"), ("tiny-gemma", "cpu", "int8"), ("tiny", "xla", "int8")]
+KINDS += [("tiny", "cpu", "int4")]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
