@@ -9,7 +9,7 @@ import pytest
 
 from umbra.serving import platform
 
-platform.setup(devices=4)
+platform.setup(devices=4, kernels="xla")  # XLA keeps its threads: the plain path is tested at length
 
 
 class WordTokenizer:
