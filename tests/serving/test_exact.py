@@ -61,8 +61,7 @@ WORK = requests(20, seed=1) + [
 ]
 
 
-KINDS = [(name, kernels, "none") for name in ("tiny", "tiny-gemma") for kernels in ("xla", "cpu")]
-KINDS += [("tiny", "cpu", "int4")]
+KINDS = [("tiny-gemma", "xla", "none"), ("tiny-gemma", "cpu", "none"), ("tiny", "cpu", "int4")]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
