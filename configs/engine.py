@@ -35,6 +35,8 @@ class EngineConfig:
     """How keys and values are stored; auto: int8 with native kernels, else the type of unquantised weights."""
     logits: bool = False
     """Hand the logits of the last pass back to the host, which digests are made of."""
+    features: bool = False
+    """Hand the hidden states back that chose the tokens, which a shadow network is trained on."""
     prefill_chunk: int = 128
     """Prompt tokens of one step, beside one token of every running sequence."""
     decode_steps: int | None = None

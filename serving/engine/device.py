@@ -21,7 +21,7 @@ from ...kernels.attention import KVPool
 from ...kernels.backend import Kernels
 from . import compile_cache
 from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_sizes
-from .state import SlotState, StepInput, StepResult, empty_rows, input_shapes
+from .state import Kept, SlotState, StepInput, StepResult, empty_rows, input_shapes
 
 log = logging.getLogger(__name__)
 
@@ -153,12 +153,12 @@ class Device:
         blank = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
         return blank._replace(positions=np.full_like(blank.positions, -1), sample_at=np.full_like(blank.sample_at, -1))
 
-    def run(self, kind: str, inputs: StepInput) -> tuple[StepResult, jax.Array]:
-        """Dispatch a step; what it chose and its last logits, not yet ready."""
-        self._pool, self._state, result, logits = self._get(kind)(
+    def run(self, kind: str, inputs: StepInput) -> tuple[StepResult, Kept]:
+        """Dispatch a step; what it chose and from what, not yet ready."""
+        self._pool, self._state, result, kept = self._get(kind)(
             self.params, self._pool, self._state, inputs, self.layers
         )
-        return result, logits
+        return result, kept
 
     def _no_slot(self) -> np.ndarray:
         return np.full(self.data, -1, np.int32)

@@ -84,6 +84,7 @@ class _Pending:
 
     result: StepResult
     logits: jax.Array | None
+    hidden: jax.Array | None
     choosing: list[tuple[Sequence, int]]  # sequence, its column in the result
     passes: int
     prefill_tokens: int
@@ -373,8 +374,8 @@ class Engine:
         return plans, passes
 
     def _passes(self) -> int:
-        """Passes of the next step: several in one device loop, if no prompt waits and no raw logits are wanted."""
-        if self.device.passes == 1 or self._waiting:
+        """Passes of the next step: several in one device loop, if no prompt waits and only tokens are wanted."""
+        if self.device.passes == 1 or self._waiting or self.config.features:
             return 1
         running = [seq for shard in self.shards for seq in shard.running]
         alone = all(seq.phase is Phase.DECODE and not seq.params.digest for seq in running)
@@ -447,7 +448,7 @@ class Engine:
         tokens, groups = step_sizes(self.device.engine, prefill)
         for shard, plan in zip(self.shards, plans, strict=True):
             shard.fill(plan, inputs, tokens, groups)
-        result, logits = self.device.run(kind, inputs)
+        result, kept = self.device.run(kind, inputs)
         choosing = [
             (seq, shard.index * shard.slots + seq.slot)
             for shard, plan in zip(self.shards, plans, strict=True)
@@ -456,7 +457,8 @@ class Engine:
         self._steps += 1
         return _Pending(
             result=result,
-            logits=logits if any(seq.params.digest for seq, _ in choosing) else None,
+            logits=kept.logits if any(seq.params.digest for seq, _ in choosing) else None,
+            hidden=kept.hidden if self.config.features else None,
             choosing=choosing,
             passes=passes,
             prefill_tokens=sum(count for plan in plans for _, _, count in plan.chunks),
@@ -470,6 +472,7 @@ class Engine:
             return
         result = StepResult(*(np.asarray(part) for part in pending.result))  # type: ignore[arg-type]
         logits = np.asarray(pending.logits) if pending.logits is not None else None
+        hidden = np.asarray(pending.hidden) if pending.hidden is not None else None
         now = time.monotonic()
         seconds, self._last_read = now - max(pending.started, self._last_read), now
         emitted = 0
@@ -477,16 +480,20 @@ class Engine:
             seq.in_flight -= pending.passes
             if seq.phase is Phase.DONE:
                 continue
-            emitted += self._take(seq, column, result, logits, now)
+            emitted += self._take(seq, column, result, logits, hidden, now)
         self._measure(seconds, pending.prefill_tokens, emitted)
 
-    def _take(self, seq: Sequence, column: int, result: StepResult, logits: np.ndarray | None, now: float) -> int:
+    def _take(
+        self, seq: Sequence, column: int, result: StepResult, logits: np.ndarray | None, hidden: np.ndarray | None,
+        now: float,
+    ) -> int:  # fmt: skip
         """Commit what a step chose for `seq`; the number of its new tokens."""
         tokens = [int(token) for token in result.tokens[:, column] if token >= 0]
         logprobs = _logprobs(result, column, len(tokens), seq.params.logprobs)
         digests = [zlib.crc32(logits[column].tobytes())] if logits is not None and seq.params.digest else []
+        features = hidden[column, None].astype(np.float16) if hidden is not None else None
         first, since = not seq.generated, seq.last_token
-        emission = seq.commit(tokens, logprobs, digests, now)
+        emission = seq.commit(tokens, logprobs, digests, features, now)
         if emission is None:
             return 0
         n = len(emission.token_ids)

@@ -20,7 +20,7 @@ from ...kernels.backend import Kernels
 from ...model.params import partitions, split_obstacle, with_shardings
 from ...model.trunk import Execution
 from . import step
-from .state import StepResult, input_shapes, state_shapes
+from .state import Keep, Kept, StepResult, input_shapes, state_shapes
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class _Builder:
         return min(most, self.engine.slots * self.engine.table_width(c))
 
     def passes(self, kind: str, passes: int, *, prefill: bool, hot_blocks: int = 0) -> Program:
-        """(params, pool, state, inputs, layers) -> pool, state, result, logits."""
+        """(params, pool, state, inputs, layers) -> pool, state, result, kept."""
         tokens, groups = step_sizes(self.engine, prefill)
         inputs = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
         layers = jax.ShapeDtypeStruct((self.config.n_layers + 1,), np.int32, sharding=NamedSharding(self.mesh, P()))
@@ -232,7 +232,7 @@ class _Builder:
         result = StepResult(*[P(None, "data")] * len(StepResult._fields))  # type: ignore[arg-type]
         name = f"{kind}_b{self.engine.slots}_t{tokens}" + (f"_n{passes}" if passes > 1 else "")
         run = execution(self.config, self.engine, self.mesh, self.kernels, prefill=prefill)
-        keep = self.engine.logits
+        keep = Keep(self.engine.logits, self.engine.features)
         fn = (
             functools.partial(step.run_pass, self.config, run, keep)
             if passes == 1
@@ -242,7 +242,7 @@ class _Builder:
             name, kind, tokens, fn,
             (self.params, self.pool, self.state, self._abstract(inputs, spec), layers),
             (self.param_specs, self.pool_spec, spec, spec, P()),
-            (self.pool_spec, spec, result, spec), (1, 2),
+            (self.pool_spec, spec, result, Kept(spec, spec)), (1, 2),
         )  # fmt: skip
 
     def admit(self) -> Program:

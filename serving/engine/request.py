@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
+
 from ...configs.engine import MAX_TOP_LOGPROBS
 
 FinishReason = Literal["stop_token", "stop_string", "max_tokens", "context_length", "cancelled", "error"]
@@ -115,6 +117,8 @@ class Emission:
     usage: Usage | None = None  # on the last emission
     timings: Timings | None = None  # on the last emission
     error: str | None = None  # one sentence, when finish_reason is "error"
+    features: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """float16 [tokens, D], if the engine keeps them: the hidden state before the final norm that chose each token."""
 
 
 Sink = Callable[[Sequence[tuple[str, Emission]]], None]

@@ -83,7 +83,12 @@ class Sequence:
         return np.concatenate([head, np.asarray(self.generated[max(start - n, 0) : stop - n], np.int32)])
 
     def commit(
-        self, token_ids: list[int], logprobs: list[TokenLogprob], digests: list[int], now: float
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprob],
+        digests: list[int],
+        features: np.ndarray | None,
+        now: float,
     ) -> Emission | None:
         """Take the tokens of one read step; the emission says whether the request has ended. None: no tokens."""
         if not token_ids:
@@ -105,7 +110,7 @@ class Sequence:
         self.passes += n  # one token a pass
         self.first_token = self.first_token or now
         self.last_token = now
-        return Emission(text, tuple(token_ids), tuple(logprobs[:n]), tuple(digests[:n]), reason)
+        return Emission(text, tuple(token_ids), tuple(logprobs[:n]), tuple(digests[:n]), reason, features=features)
 
     def close(self, reason: FinishReason, emission: Emission, error: str | None = None) -> Emission:
         """The last emission: `emission` with the held-back text, usage and timings."""

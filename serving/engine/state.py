@@ -151,6 +151,27 @@ def input_shapes(data: int, slots: int, tokens: int, groups: int, table_width: i
     )  # fmt: skip
 
 
+class Keep(NamedTuple):
+    """What steps hand back beside their results; static."""
+
+    logits: bool = False
+    hidden: bool = False
+
+
+class Kept(NamedTuple):
+    """What the last pass chose from; arrays without columns where they are not kept."""
+
+    logits: jax.Array  # float32 [B, V]
+    hidden: jax.Array  # float32 [B, D]: hidden states before the final norm
+
+    @staticmethod
+    def empty(keep: Keep, slots: int, vocab_size: int, d_model: int) -> Kept:
+        return Kept(
+            jnp.zeros((slots, vocab_size if keep.logits else 0), jnp.float32),
+            jnp.zeros((slots, d_model if keep.hidden else 0), jnp.float32),
+        )
+
+
 class StepResult(NamedTuple):
     """What the host reads after a step of N passes. A slot that chose nothing in a pass has token -1."""
 

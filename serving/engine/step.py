@@ -17,15 +17,15 @@ from ...configs.trunk import TrunkConfig
 from ...kernels.attention import KVPool, Queries
 from ...kernels.sample import Choice, choose_rows
 from ...model.trunk import Execution, Trunk
-from .state import SlotState, StepInput, StepResult
+from .state import Keep, Kept, SlotState, StepInput, StepResult
 
 Params = Mapping[str, Any]
-Output = tuple[KVPool, SlotState, StepResult, jax.Array]
-"""Pool and slots, updated; what was chosen; the last pass's logits `[B, V]`, or `[B, 0]` when they are not kept."""
+Output = tuple[KVPool, SlotState, StepResult, Kept]
+"""Pool and slots, updated; what was chosen; and from what."""
 
 
 def run_pass(
-    config: TrunkConfig, run: Execution, keep_logits: bool, params: Params, pool: KVPool, state: SlotState,
+    config: TrunkConfig, run: Execution, keep: Keep, params: Params, pool: KVPool, state: SlotState,
     inputs: StepInput, layers: jax.Array, hot: Any = None,
 ) -> Output:  # fmt: skip
     """One trunk pass. `layers` int32 `[L + 1]`: how many layers run, then their indices, in order. `hot` holds copies
@@ -41,7 +41,8 @@ def run_pass(
 
     source = jnp.maximum(inputs.sample_at, 0)
     chosen_at = jnp.where(inputs.sample_at >= 0, positions[source] + 1, 0)  # 0: chooses nothing
-    choice, logits = _choose(trunk, run, keep_logits, x[source], n_rows, state, chosen_at)
+    hidden = x[source]
+    choice, logits = _choose(trunk, run, keep.logits, hidden, n_rows, state, chosen_at)
     state = _advance(state, choice, chosen_at)
     result = StepResult(
         tokens=jnp.where(chosen_at > 0, choice.token, -1)[None],
@@ -49,7 +50,7 @@ def run_pass(
         top_ids=choice.top_ids[None],
         top_logprobs=choice.top_logprobs[None],
     )
-    return pool, state, result, logits
+    return pool, state, result, Kept(logits, hidden if keep.hidden else hidden[:, :0])
 
 
 def _choose(
@@ -94,7 +95,7 @@ def _advance(state: SlotState, choice: Choice, chosen_at: jax.Array) -> SlotStat
 
 
 def run_passes(
-    config: TrunkConfig, run: Execution, keep_logits: bool, passes: int, hot_blocks: int, params: Params, pool: KVPool,
+    config: TrunkConfig, run: Execution, keep: Keep, passes: int, hot_blocks: int, params: Params, pool: KVPool,
     state: SlotState, inputs: StepInput, layers: jax.Array,
 ) -> Output:  # fmt: skip
     """`passes` decode passes in one device loop. Slots that end in between sit out the rest.
@@ -106,12 +107,12 @@ def run_passes(
 
     def body(n: jax.Array, output: Output) -> Output:
         pool, state, results, _ = output
-        pool, state, result, logits = run_pass(config, run, keep_logits, params, pool, state, inputs, layers, hot)
+        pool, state, result, kept = run_pass(config, run, keep, params, pool, state, inputs, layers, hot)
         results = jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, n, 0), results, result)
-        return pool, state, results, logits
+        return pool, state, results, kept
 
-    logits = jnp.zeros((slots, config.vocab_size if keep_logits else 0), jnp.float32)
-    return lax.fori_loop(0, passes, body, (pool, state, StepResult.empty(passes, slots), logits))
+    kept = Kept.empty(keep, slots, config.vocab_size, config.d_model)
+    return lax.fori_loop(0, passes, body, (pool, state, StepResult.empty(passes, slots), kept))
 
 
 def _stage(pool: KVPool, state: SlotState, inputs: StepInput, blocks: int) -> Any:

@@ -15,10 +15,13 @@ class TextStream:
     """Turns tokens into text up to the first stop string.
 
     Of several stop strings the one that is complete first counts, of those complete at the same character the longest.
-    Bytes that are not UTF-8 become U+FFFD.
+    Bytes that are not UTF-8 become U+FFFD. With `skip_space`, white space before the first other character is dropped
+    and no stop string is looked for in it.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = (), *, skip_space: bool = False
+    ) -> None:
         if not all(stop):
             raise ValueError("stop strings must not be empty")
         self._token_bytes = token_bytes
@@ -27,6 +30,7 @@ class TextStream:
         self._first_chars = frozenset(text[0] for text in stop)
         self._held = ""  # the longest end of the text so far that begins a stop string
         self._stopped = False
+        self._skip_space = skip_space
 
     @property
     def stopped(self) -> bool:
@@ -60,6 +64,9 @@ class TextStream:
 
     def _add(self, text: str) -> str:
         """What can be emitted after `text` arrived."""
+        if self._skip_space:
+            text = text.lstrip()
+            self._skip_space = not text
         if not self._held and self._first_chars.isdisjoint(text):
             return text
         start = len(self._held)

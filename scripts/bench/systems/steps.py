@@ -62,8 +62,8 @@ class Steps:
 
     def logits(self, ids: Sequence[int], start: int) -> np.ndarray:
         """Logits `[len(ids), V]` after each of the tokens, at most `widest` of them."""
-        _, logits = self.run(ids, start, choose=len(ids))
-        return np.asarray(logits)[: len(ids)]
+        _, kept = self.run(ids, start, choose=len(ids))
+        return np.asarray(kept.logits)[: len(ids)]
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of keys and values that a pass reads at a context of `tokens`: local layers see their window."""
