@@ -14,6 +14,14 @@ NULL_BLOCK = 0
 """The block that padding writes to. It never belongs to a sequence."""
 
 
+MAX_DRAFT = 15
+"""Drafted tokens of one sequence in a pass, at most (letter J). With the token before them they fill a query group's
+half (kernels/attention), and wider passes have not paid on any target measured."""
+
+PASS_ROWS = 256
+"""Rows of a pass on an accelerator, at most by default: its matrix units need about as long for them as the weights take
+to arrive (240 rows of bfloat16 on a v5e, 560 on a v6e), and kernels/linear/tpu.py multiplies as many at once."""
+
 MAX_TOP_LOGPROBS = 20
 """Most likely tokens that are reported beside the chosen one."""
 
@@ -42,6 +50,11 @@ class EngineConfig:
     decode_steps: int | None = None
     """Steps of one device loop while no prompt waits; more than 1 streams in bursts of that many tokens. None: 8 on a
     TPU, where the host would otherwise be slower than a step, and 1 on a CPU."""
+    draft_rows: int | None = None
+    """Drafted tokens of one pass, of all sequences together; 0: nothing is ever drafted. None: 16 on a CPU, where rows
+    cost arithmetic, and elsewhere 7 a slot, up to passes of `PASS_ROWS` rows."""
+    draft_length: int | None = None
+    """Draft exactly this many tokens where there are as many, instead of as many as pay (for comparisons)."""
     hot_window: Literal["auto", "off"] = "auto"
     """Whether the device loop keeps blocks of KV on the chip (kernels/attention/tpu_hot.py); auto: on TPUs, where the
     compiler does keep them there."""
@@ -57,6 +70,10 @@ class EngineConfig:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} must be at least 1, got {value}")
+        if self.draft_rows is not None and self.draft_rows < 0:
+            raise ValueError(f"draft_rows must be 0 (no drafting) or positive, got {self.draft_rows}")
+        if self.draft_length is not None and not 1 <= self.draft_length <= MAX_DRAFT:
+            raise ValueError(f"draft_length must be between 1 and {MAX_DRAFT}, got {self.draft_length}")
         for field in ("tile", "prefill_tile"):
             if not 2 <= getattr(self, field) <= 32:  # in this range XLA:CPU rounds alike (tests/kernels/test_tiles.py)
                 raise ValueError(f"{field} must be between 2 and 32 rows, got {getattr(self, field)}")
@@ -72,6 +89,13 @@ class EngineConfig:
     def passes(self, platform: str) -> int:
         """`decode_steps` on this platform."""
         return self.decode_steps if self.decode_steps is not None else 8 if platform == "tpu" else 1
+
+    def drafted_rows(self, platform: str) -> int:
+        """`draft_rows` on this platform."""
+        most = MAX_DRAFT * self.slots
+        if self.draft_rows is not None:
+            return min(most, self.draft_rows)
+        return min(most, 16 if platform == "cpu" else min(7 * self.slots, max(0, PASS_ROWS - self.slots)))
 
     def context(self, trunk: TrunkConfig) -> int:
         """Positions of a sequence; a `ValueError` when more is asked for than the trunk was made for."""

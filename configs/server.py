@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .levels import DEFAULT_LEVEL, find_level
+
 MIB = 1 << 20
 
 
@@ -16,6 +18,10 @@ class ServerConfig:
     """0: any free port; the `ready` line names it."""
     api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     """Keys that may use the server; empty: no key is asked for."""
+    level: str = DEFAULT_LEVEL
+    """Level of requests that name none. It turns nobody's thinking on."""
+    lossy: bool = False
+    """Whether the lower levels may use what was calibrated to change few tokens; else all levels are exact."""
     max_body: int = 8 * MIB
     """Largest request body; a longer one is refused with 413 while it is being read."""
     max_inflight: int = 1024
@@ -36,6 +42,7 @@ class ServerConfig:
     """Threads that render templates, tokenize and parse large bodies."""
 
     def __post_init__(self) -> None:
+        find_level(self.level)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
         for field in ("max_body", "max_inflight", "max_choices", "max_stop", "workers"):

@@ -19,7 +19,7 @@ from typing import Any
 
 import jinja2
 
-from .template_sandbox import MAX_OUTPUT, SandboxError, compile_template, render_bounded
+from .template_sandbox import MAX_OUTPUT, SandboxError, compile_template, free_variables, render_bounded
 from .template_text import Disguise
 from .tokenizer import Tokenizer
 from .turn_templates import template_for
@@ -55,6 +55,8 @@ class ChatTemplate:
         self.source = source
         self._template = _compile(source)
         self._tool_template = _compile(tool_source) if tool_source is not None else self._template
+        self.variables = free_variables(source) | free_variables(tool_source or "")
+        """The names that the templates read and do not set, for example `messages` and `enable_thinking`."""
         given = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {**(named_tokens or {}), **{name: text for name, text in given.items() if text is not None}}
 
@@ -97,11 +99,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        suffix: str = "",
         **extra: Any,
     ) -> list[int]:
         """The prompt's token ids: special tokens where the template writes them, plain text for everything the
         messages, tools and `extra` say. BOS comes first if the model expects one and the template does not write it.
-        Counting a prompt's tokens and running it both use this. Raises `ChatTemplateError`."""
+        `suffix` follows the prompt and is read as if the template had written it. Counting a prompt's tokens and
+        running it both use this. Raises `ChatTemplateError`."""
         inputs = _inputs(messages, tools, extra)
         text = self._render(inputs, add_generation_prompt)
         disguise = Disguise(tokenizer.look_alikes, inputs, self.source)
@@ -114,7 +118,7 @@ class ChatTemplate:
                     "message"
                 )
             text = hidden_text
-        parts = [disguise.reveal(p) if isinstance(p, str) else p for p in tokenizer.split_special(text)]
+        parts = [disguise.reveal(p) if isinstance(p, str) else p for p in tokenizer.split_special(text + suffix)]
         return tokenizer.encode_parts(parts, add_bos=tokenizer.add_bos)
 
     def _render(self, inputs: dict[str, Any], add_generation_prompt: bool) -> str:

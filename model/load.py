@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from ..configs.embedding import FILE, EmbeddingForm, parse_embedding
 from ..configs.models import named
 from ..configs.trunk import TrunkConfig
 from ..kernels.backend import Kernels
+from ..kernels.draft import DraftWeights
 from .chat_template import ChatTemplate
 from .frequency import frequent_tokens
+from .shadow import ShadowError, count, drafting, load_shadow, shipped
 from .tokenizer import Tokenizer
 from .weights import fetch, huggingface
 from .weights.assemble import Progress
@@ -26,6 +29,8 @@ from .weights.plan import QUANTS, check_mesh, floats, plan
 from .weights.random import RandomSource
 from .weights.source import Source
 from .weights.text import Text, load_text
+
+log = logging.getLogger(__name__)
 
 __all__ = ["QUANTS", "Model", "ModelError", "load_model", "open_source", "random_params"]
 
@@ -52,6 +57,8 @@ class Model:
     quant: str
     kernels: Kernels = PLAIN
     """What the parameters are laid out for."""
+    shadow: DraftWeights | None = None
+    """The shadow network, ready to draft; None: there is none for this trunk."""
 
 
 def load_model(
@@ -60,6 +67,7 @@ def load_model(
     quant: str = "auto",
     kernels: Kernels = PLAIN,
     embedding: str | EmbeddingForm = FILE,
+    shadow: str | Path = "auto",
     mesh: Mesh | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -69,7 +77,8 @@ def load_model(
 
     `quant` is "auto", "none", "int8" or "int4" (weights/plan.py says what they are), `embedding` the form of the table
     of tokens (configs/embedding.py) and `kernels` what will run the model: its backend of linear layers decides how
-    quantised weights lie in memory. Parameters are sharded over `mesh` or on the default device. `progress` is called
+    quantised weights lie in memory. `shadow` is "auto" (the one that ships with the package for these weights, if there
+    is one), "off", or a file that scripts/train_shadow.py wrote for these weights. Parameters are sharded over `mesh` or on the default device. `progress` is called
     with what is done and how much of how much. Raises `ModelError`.
     """
     source = RandomSource(named(spec), seed) if spec in RANDOM else open_source(spec, progress)
@@ -86,10 +95,29 @@ def load_model(
     if mesh is not None:
         check_mesh(config, planned.plans, mesh.shape["model"])
     params = source.load(planned.plans, mesh, progress)
+    weights_id = source.weights_id()
     return Model(
-        spec, config, params, text.tokenizer, text.chat_template, text.eos_ids, source.weights_id(), planned.words,
-        kernels,
+        spec, config, params, text.tokenizer, text.chat_template, text.eos_ids, weights_id, planned.words, kernels,
+        _shadow(shadow, config, params, weights_id, kernels),
     )  # fmt: skip
+
+
+def _shadow(
+    wanted: str | Path, config: TrunkConfig, params: dict[str, Any], weights_id: str, kernels: Kernels
+) -> DraftWeights | None:
+    if wanted == "off":
+        return None
+    try:
+        path = shipped(weights_id) if wanted == "auto" else Path(wanted).expanduser()
+        if path is None:
+            return None
+        trained = load_shadow(path, trunk=config, weights_id=weights_id)
+    except ShadowError as error:
+        raise ModelError(str(error)) from error
+    log.info("shadow %s: %s", path.name, count(trained.config, config))
+    # One device's copy of the table: it is read by a function that knows nothing of a mesh.
+    table = jax.tree.map(np.asarray, params["embed"])
+    return drafting(trained, {"embed": table}, config, kernels)
 
 
 def _embedding(given: str | EmbeddingForm) -> EmbeddingForm:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -37,6 +38,11 @@ class SandboxError(Exception):
 def compile_template(source: str) -> jinja2.Template:
     """Raises `jinja2.TemplateSyntaxError`."""
     return _environment().from_string(source)
+
+
+def free_variables(source: str) -> frozenset[str]:
+    """The names that a template, which compiles, reads from its caller."""
+    return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def render_bounded(template: jinja2.Template, variables: Mapping[str, Any]) -> str:

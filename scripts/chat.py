@@ -22,13 +22,31 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import httpx
 from rich.console import Console
 
-from umbra.scripts.model_options import OneLineParser, add_model_options, open_engine, positive, prepare
+from umbra.scripts.level_options import (
+    UNSAID,
+    Think,
+    add_level_option,
+    add_lossy_option,
+    add_think_option,
+    effort,
+    think,
+)
+from umbra.scripts.model_options import (
+    OneLineParser,
+    add_draft_option,
+    add_model_options,
+    open_engine,
+    positive,
+    prepare,
+)
 
 if TYPE_CHECKING:
     from umbra.model.load import Model
+    from umbra.serving.effort import Prepared
     from umbra.serving.engine import Engine
 
 HELP = """/help            this text
+/think T         think before answering: off, low, medium, high, adaptive, or a number of tokens; without T: what is set
 /reset           forget the conversation
 /system TEXT     set the system message and start anew; without TEXT: back to the model's own
 /quit            leave (also Ctrl-D)
@@ -46,13 +64,17 @@ Message = dict[str, str]
 
 @dataclasses.dataclass
 class Piece:
-    """Some text of an answer, the number of tokens behind it if known, and how it ended if this is the last piece."""
+    """Some text of an answer, the number of tokens behind it if known, and how it ended if this is the last piece.
+    `thought` is what the model writes for itself; all of it comes before the first `text`."""
 
     text: str
     tokens: int | None = None
     finish: str | None = None
     total: int | None = None
-    """Tokens of the whole answer; on the last piece."""
+    """Tokens of the whole answer, thoughts included; on the last piece."""
+    thought: str = ""
+    thought_tokens: int | None = None
+    """On the last piece."""
 
 
 class ChatError(Exception):
@@ -64,7 +86,7 @@ class Backend(Protocol):
 
     name: str
 
-    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], think: Think) -> Iterator[Piece]:
         """Pieces of the answer as they come. Leaving early cancels it. Raises `ChatError`."""
         ...
 
@@ -75,11 +97,13 @@ class Local:
     """A model in this process."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        from umbra.model.thinking import Thinker
         from umbra.serving.console import StartupProgress
+        from umbra.serving.effort import EXACT, lossy_policies
         from umbra.serving.engine import SamplingParams
 
         self._params = SamplingParams(
-            temperature=args.temperature, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens
+            temperature=args.temperature, top_p=args.top_p, seed=args.seed, max_tokens=args.max_tokens, draft=args.draft
         )
         with StartupProgress() as progress:
             self._model, self._engine = self._open(args, progress)
@@ -87,6 +111,13 @@ class Local:
             self._engine.close()
             raise ChatError(f"the model {self._model.name!r} has no chat template; chat needs one")
         self.name = self._model.name
+        self._level = args.level
+        self._thinker = Thinker(self._model.tokenizer, self._model.chat_template)
+        try:
+            self._policies = lossy_policies(self._model) if args.lossy else EXACT
+        except ValueError:
+            self._engine.close()
+            raise
 
     def _open(self, args: argparse.Namespace, progress: Any) -> tuple[Model, Engine]:
         return open_engine(
@@ -95,22 +126,38 @@ class Local:
             args.mesh,
             kernels=args.kernels,
             embedding=args.embedding,
+            draft=args.draft,
+            shadow=args.shadow,
             progress=progress,
             kv=args.kv,
             slots=1,
         )
 
-    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], think: Think) -> Iterator[Piece]:
+        made = self._prepare(messages, think)
         try:
-            assert self._model.chat_template is not None and self._model.tokenizer is not None
-            prompt = self._model.chat_template.encode(self._model.tokenizer, list(messages))
-            for emission in self._engine.stream(prompt, self._params):
+            for emission in self._engine.stream(made.prompt, made.params):
                 if emission.finish_reason == "error":
                     raise ChatError(emission.error or "the engine failed")
-                total = emission.usage.completion_tokens if emission.usage else None
-                yield Piece(emission.text, len(emission.token_ids), emission.finish_reason, total)
-        except ValueError as error:  # the prompt is too long, or the template refuses the messages
+                total, thoughts = None, None
+                if emission.usage is not None:
+                    total, thoughts = emission.usage.completion_tokens, emission.usage.thought_tokens
+                tokens = len(emission.token_ids)
+                yield Piece(emission.text, tokens, emission.finish_reason, total, emission.thought, thoughts)
+        except ValueError as error:  # the prompt is too long
             raise ChatError(f"{error}; /reset starts anew") from None
+
+    def _prepare(self, messages: Sequence[Message], think: Think) -> Prepared:
+        from umbra.model.chat_template import ChatTemplateError
+        from umbra.serving.effort import prepare
+
+        context, asked = self._engine.context_length, effort(self._level, think)
+        try:
+            return prepare(self._thinker, context, messages, self._params, asked, policies=self._policies)
+        except ChatTemplateError as error:
+            raise ChatError(f"{error}; /reset starts anew") from None
+        except ValueError as error:  # the model cannot think
+            raise ChatError(str(error)) from None
 
     def close(self) -> None:
         self._engine.close()
@@ -132,9 +179,11 @@ class Remote:
             raise ChatError(f"the server at {base} says: {_message(listed.content, listed.status_code)}")
         self.name = args.model or _first_model(listed.content)
         self._options = {name: getattr(args, name) for name in ("temperature", "top_p", "seed", "max_tokens")}
+        self._level = args.level
 
-    def answer(self, messages: Sequence[Message]) -> Iterator[Piece]:
+    def answer(self, messages: Sequence[Message], think: Think) -> Iterator[Piece]:
         options = {name: value for name, value in self._options.items() if value is not None}
+        options |= _effort(self._level, think)
         body = {
             "model": self.name,
             "messages": list(messages),
@@ -163,14 +212,23 @@ class Remote:
             piece = _piece(data)
             last.finish = piece.finish or last.finish
             last.total = piece.total if piece.total is not None else last.total
-            if piece.text:
-                yield Piece(piece.text)
+            last.thought_tokens = piece.thought_tokens if piece.thought_tokens is not None else last.thought_tokens
+            if piece.text or piece.thought:
+                yield Piece(piece.text, thought=piece.thought)
         if last.finish is None and not done:
             raise ChatError("the server ended the answer early")
         yield last
 
     def close(self) -> None:
         self._http.close()
+
+
+def _effort(level: str | None, think: Think) -> dict[str, Any]:
+    """Fields of a request to a server; with a level but nothing said of thoughts there are none."""
+    fields: dict[str, Any] = {"level": level, "reasoning_effort": think.effort, "thinking_budget": think.budget}
+    if level is not None and think == UNSAID:
+        fields["reasoning_effort"] = "none"
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 NOT_OURS = (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError)
@@ -204,6 +262,10 @@ def _piece(data: str) -> Piece:
             "".join(choice["delta"].get("content") or "" for choice in choices),
             finish=next((_of(str, one["finish_reason"]) for one in choices if one.get("finish_reason")), None),
             total=_of(int, usage["completion_tokens"]) if usage else None,
+            thought="".join(choice["delta"].get("reasoning_content") or "" for choice in choices),
+            thought_tokens=_of(int, usage["completion_tokens_details"].get("reasoning_tokens", 0))
+            if usage and usage.get("completion_tokens_details")
+            else None,
         )
     except NOT_OURS:
         raise ChatError(ODD) from None
@@ -225,14 +287,16 @@ class Speed:
         self._last = self._began
         self._seen = 0
         self._total: int | None = None
+        self._thoughts = 0
 
     def add(self, piece: Piece) -> None:
-        if piece.text or piece.tokens:
+        if piece.text or piece.thought or piece.tokens:
             self._last = time.perf_counter()
             self._seen += piece.tokens if piece.tokens is not None else 1
             if self._first is None:
                 self._first, self._first_tokens = self._last, self._seen
         self._total = piece.total if piece.total is not None else self._total
+        self._thoughts = piece.thought_tokens or self._thoughts
 
     def __str__(self) -> str:
         if self._first is None:
@@ -240,18 +304,28 @@ class Speed:
         tokens = self._total if self._total is not None else self._seen
         rest, seconds = tokens - self._first_tokens, self._last - self._first
         rate = f", {rest / seconds:.1f} tokens/s" if rest > 0 and seconds > 0 else ""
-        return f"{tokens} tokens{rate}, first after {(self._first - self._began) * 1000:.0f} ms"
+        thoughts = f" ({self._thoughts} of thought)" if self._thoughts else ""
+        return f"{tokens} tokens{thoughts}{rate}, first after {(self._first - self._began) * 1000:.0f} ms"
 
 
 class Chat:
     """The conversation and its screen."""
 
-    def __init__(self, backend: Backend, system: str | None, console: Console, notes: Console, typed: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        system: str | None,
+        console: Console,
+        notes: Console,
+        typed: bool,
+        think: Think = UNSAID,
+    ) -> None:
         self._backend = backend
         self._system = system
         self._console = console
         self._notes = notes
         self._typed = typed
+        self._think = think
         self._turns: list[Message] = []
         self.failed = False
 
@@ -298,22 +372,38 @@ class Chat:
             self._system = rest.strip() or None
             self._turns.clear()
             self._note(f"system message {'set' if self._system else 'taken back'}; the conversation starts anew")
+        elif name == "/think":
+            self._set_thinking(rest.strip())
         elif name == "/help":
             self._note(HELP)
         else:
-            self._note(f"{name} is not a command; supported: /help, /reset, /system, /quit")
+            self._note(f"{name} is not a command; supported: /help, /reset, /system, /think, /quit")
         return True
+
+    def _set_thinking(self, text: str) -> None:
+        try:
+            self._think = think(text) if text else self._think
+        except argparse.ArgumentTypeError as error:
+            self._note(f"/think: {error}")
+        else:
+            self._note(f"thinking is {self._think}")
 
     def _ask(self, question: str) -> None:
         system = [{"role": "system", "content": self._system}] if self._system else []
         asked = {"role": "user", "content": question}
-        pieces = self._backend.answer([*system, *self._turns, asked])
-        speed, text, ending = Speed(), [], ""
+        pieces = self._backend.answer([*system, *self._turns, asked], self._think)
+        speed, text, ending, thoughts = Speed(), [], "", False
         try:
             for piece in pieces:
                 speed.add(piece)
-                text.append(piece.text)
-                self._show(piece.text)
+                if piece.thought:
+                    thoughts = True
+                    self._show_thought(piece.thought)
+                if thoughts and piece.text and not text:
+                    self._notes.print("\n")
+                if piece.text:
+                    text.append(piece.text)
+                    self._show(piece.text)
                 if piece.finish in ("length", "max_tokens", "context_length"):
                     ending = ", cut off: " + (
                         "the context is full" if piece.finish == "context_length" else "at the token limit"
@@ -337,6 +427,12 @@ class Chat:
         self._console.file.write(CONTROL.sub("", text))
         self._console.file.flush()
 
+    def _show_thought(self, text: str) -> None:
+        """Thoughts go where notes go, dimmed: with piped answers stdout has the answers only."""
+        self._notes.print(
+            CONTROL.sub("", text), style="dim", end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
+
     def _note(self, text: str, style: str = "dim") -> None:
         self._notes.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
@@ -345,6 +441,10 @@ def parser() -> argparse.ArgumentParser:
     p = OneLineParser(prog="chat.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add_model_options(p)
     p.set_defaults(model=None)  # with --url: whichever the server has
+    add_draft_option(p)
+    add_level_option(p)
+    add_think_option(p)
+    add_lossy_option(p)
     p.add_argument("--url", metavar="U", help="chat with a running server instead; --model is then one of its models")
     p.add_argument("--api-key", metavar="KEY", help="key for --url (or $UMBRA_API_KEY)")
     p.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
@@ -358,8 +458,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
-    if args.url and (args.threads or args.mesh or {args.quant, args.kv, args.kernels} != {"auto"}):
-        options.error("--quant, --kv, --kernels, --threads and --mesh belong to a local model, not to --url")
+    if args.url and (
+        args.threads or args.mesh or args.lossy or {args.quant, args.kv, args.kernels, args.draft, args.shadow} != {"auto"}
+    ):
+        options.error(
+            "--quant, --kv, --kernels, --threads, --mesh, --draft, --shadow and --lossy belong to a local model, not to --url"
+        )
     if args.api_key and not args.url:
         options.error("--api-key belongs to --url")
     typed = sys.stdin.isatty()
@@ -377,7 +481,7 @@ def main(argv: list[str] | None = None) -> int:
     if typed:
         with suppress(ImportError):
             import readline  # noqa: F401 (line editing and history for input())
-    chat = Chat(backend, args.system, console, notes, typed)
+    chat = Chat(backend, args.system, console, notes, typed, args.think)
     try:
         chat.run()
     finally:

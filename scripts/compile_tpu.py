@@ -4,7 +4,13 @@
 
 Nothing runs on a TPU: memory is what the compiler laid out, bytes and operations are counted in the compiled program,
 and rates are predictions from the chip's peak rates (`bound_s` is a lower bound of the time, so `predicted_tok_s` is
-an upper bound of the speed). Exit code 0: all programs compiled and fit; 1: some did not; 2: wrong usage.
+an upper bound of the speed).
+
+The decode program is reported three times: `decode` is a pass with one token of each sequence, `verify` the same
+program with all of its rows for drafts in use, and `draft` what drafting alone costs in either. Every pass counts
+drafting as many tokens as a shadow can.
+
+Exit code 0: all programs compiled and fit; 1: some did not; 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -51,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.error(str(error))
     from umbra.scripts.tpu.jobs import Target
 
-    target = Target(config, mesh, kernels, args.quant, args.kv, args.context, args.sampling, args.decode_steps)
+    target = Target(
+        config, mesh, kernels, args.quant, args.kv, args.context, args.sampling, args.decode_steps, args.draft == "auto"
+    )
     console = Console(stderr=True)
     result = compile_programs(target, args.topology, args.slots, args.sequences, args.roofline, console)
     if args.json:
@@ -81,9 +89,9 @@ def compile_programs(
     chip = chips.chip_of(topology)
     engine = target.engine(slots)
     listed = jobs.engine_jobs(target, slots) + jobs.decode_jobs(target, [n for n in sequences if n != slots])
-    count = len(listed)
+    count = sum(len(job.cases) for job in listed)
     if roofline:
-        listed += jobs.decode_jobs(target, jobs.ROOFLINE_SEQUENCES, jobs.ROOFLINE_NEW_TOKENS)
+        listed += jobs.roofline_jobs(target, jobs.ROOFLINE_SEQUENCES, jobs.ROOFLINE_NEW_TOKENS)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(f"compiling {target.config.name} for {topology}", total=len(listed))
         rows = report.compile_all(listed, target.mesh, chip, lambda *_: bar.advance(task))
@@ -101,6 +109,7 @@ def compile_programs(
             "quant": target.quant,
             "kv": target.kv_format(engine).name,
             "sampling": target.sampling,
+            "drafting": jobs.drafting(target, engine),
         },
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu", "umbra")},
         "seconds": round(time.perf_counter() - started, 1),
@@ -147,8 +156,12 @@ def parser() -> argparse.ArgumentParser:
         help="what every slot is assumed to ask for: greedy (default), temperature or top-p",
     )  # fmt: skip
     p.add_argument(
+        "--draft", default="auto", type=only("auto", "off"),
+        help="auto (default; with a shadow of the size that the model allows), or off: programs that never draft",
+    )  # fmt: skip
+    p.add_argument(
         "--roofline", action="store_true",
-        help="also predict passes of 1 and 5 tokens of 1, 8, 32 and 128 sequences",
+        help="also predict passes of 1 and 5 tokens of 1, 8, 32 and 128 sequences, and what drafts gain",
     )  # fmt: skip
     p.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
     return p
@@ -165,19 +178,23 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"{result['model']} on {result['topology']} ({mesh}), per chip, context {result['settings']['context']}",
         caption=f"{chip.hbm_bytes / 2**30:.0f} GiB a chip. Nothing ran on a TPU: bound and tokens/s are predictions.\n"
+        "kind: verify is the decode program with drafts in all of its rows, all of them\n"
+        "accepted, and draft the part of either that drafts (in every pass).\n"
         "ops: kernels, fusions, copies and collectives that one run starts.",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("program", no_wrap=True)
+    for heading in ("program", "kind"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("GiB", "fits", "ops", "MB moved", "/ least", "bound ms", "tok/s <="):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in result["programs"]:
         if not row["compiled"]:
-            table.add_row(row["name"], "", "NO" if row["fits"] is False else "")
+            table.add_row(row["name"], row["kind"], "", "NO" if row["fits"] is False else "")
             continue
         table.add_row(
             row["name"],
+            row["kind"],
             f"{row['hbm_bytes'] / 2**30:.2f}",
             "yes" if row["fits"] else "NO",
             f"{sum(row['operations'].values()):,}",
@@ -194,26 +211,39 @@ def _roofline(result: dict[str, Any]) -> Table:
         title=f"predicted for {result['model']} on {result['topology']}, context {result['settings']['context']}",
         caption="tokens: of each sequence in a pass. Nothing ran: bytes of the compiled pass over the\n"
         "chip's bandwidth, or operations over the peak of its matrix units if that takes\n"
-        "longer. Nothing else costs time; every token counts as accepted.",
+        "longer; nothing else costs time. Passes of one token draft nothing; those of more\n"
+        "draft too, and bring as many tokens a sequence as the last columns say (x: times\n"
+        "what passes of one token give).",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    headings = ("sequences", "tokens", "fits", "MB moved", "/ least", "bound ms", "by", "tok/s a chip <=")
-    for heading in headings:
+    accepted = sorted({a["tokens_per_pass"] for row in result["roofline"] for a in row.get("accepted", ())})
+    headings = ("sequences", "tokens", "fits", "MB moved", "/ least", "drafting", "bound ms", "by")
+    for heading in (*headings, "tok/s a chip <=", *(f"{n:g} a pass" for n in accepted)):
         table.add_column(heading, justify="right", no_wrap=True)
+    plain: dict[int, float] = {}
     for row in result["roofline"]:
         head = (str(row["sequences"] * result["mesh"]["data"]), str(row["new_tokens"]))
         if not row["compiled"]:
             table.add_row(*head, "NO" if row["fits"] is False else "refused")
             continue
+        if row["kind"] == "decode":
+            plain[row["sequences"]] = row["predicted_tok_s_chip"]
+        by_tokens = {a["tokens_per_pass"]: a["tok_s_chip"] for a in row.get("accepted", ())}
+        base = plain.get(row["sequences"])
         table.add_row(
             *head,
             "yes" if row["fits"] else "NO",
             f"{row['bytes_accessed'] / 1e6:,.1f}",
             f"{row['bytes_ratio']:.2f}",
+            f"{row['draft_bytes'] / row['bytes_accessed']:.1%}" if row["drafted"] else "",
             f"{row['bound_s'] * 1e3:,.3f}",
             row["bound_by"],
-            f"{row['predicted_tok_s_chip']:,.0f}",
+            "" if by_tokens else f"{row['predicted_tok_s_chip']:,.0f}",
+            *(
+                f"{speed:,.0f}" + (f" ({speed / base:.2f}x)" if base else "")
+                for speed in (by_tokens[n] for n in accepted if n in by_tokens)
+            ),
         )
     return table
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from umbra.configs.prompt_sets import Prompt, PromptFileError, load_prompts
 from umbra.model.weights.errors import ModelError
+from umbra.scripts.level_options import add_level_option, add_lossy_option, add_think_option, effort
 from umbra.scripts.model_options import (
     OneLineParser,
     add_draft_option,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "max_tokens", "ignore_eos", "digest",
+    "max_tokens", "ignore_eos", "digest", "draft",
 )  # fmt: skip
 """Options that are fields of `SamplingParams` of the same name."""
 
@@ -49,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, type=Path, metavar="O", help="file to write, one line per prompt")
     add_model_options(p)
     add_draft_option(p)
+    add_level_option(p)
+    add_think_option(p)
+    add_lossy_option(p)
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="requests in flight at once (default 1)")
     p.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     p.add_argument("--all-turns", action="store_true", help="all user messages of a prompt, with the answers between")
@@ -96,8 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, prompts: list[Prompt], params: SamplingParams, console: Console) -> int:
     with StartupProgress(console) as starting:
         model, engine = open_engine(
-            args.model, args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding, progress=starting,
-            kv=args.kv, slots=args.batch, max_queue=args.batch, logits=args.digest,
+            args.model, args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding, draft=args.draft,
+            shadow=args.shadow, progress=starting, kv=args.kv, slots=args.batch, max_queue=args.batch,
+            logits=args.digest,
         )  # fmt: skip
     try:
         with ResumableRows(args.out, identity(args, model, engine)) as rows, bar(console) as progress:
@@ -117,7 +122,8 @@ def identity(args: argparse.Namespace, model: Model, engine: Engine) -> dict[str
         "prompts": hashlib.sha256(args.prompts.read_bytes()).hexdigest(),
         "weights": model.weights_id,
         "numerics": engine.numerics_class,
-        **{name: getattr(args, name) for name in (*SAMPLING, "stop", "limit", "all_turns", "draft")},
+        **{name: getattr(args, name) for name in (*SAMPLING, "stop", "limit", "all_turns", "shadow", "level", "lossy")},
+        "think": str(args.think),
     }
 
 
@@ -131,13 +137,14 @@ def answer_all(
     progress: Progress,
 ) -> tuple[int, float]:
     """Answer what is not yet in `rows`. Gives the tokens made and the seconds it took."""
-    from umbra.serving.offline import OfflineRun, answer_row, encoder
+    from umbra.serving.effort import EXACT, lossy_policies
+    from umbra.serving.offline import OfflineRun, answer_row, preparer
 
+    policies = lossy_policies(model) if args.lossy else EXACT
+    prompt_of = preparer(model, engine.context_length, params, effort(args.level, args.think), policies)
     task = progress.add_task("generating", total=len(prompts), completed=len(rows.done), rate="")
     todo = [index for index in range(len(prompts)) if index not in rows.done]
-    offline = OfflineRun(
-        engine, encoder(model), prompts, params, in_flight=args.batch, all_turns=args.all_turns, only=todo
-    )
+    offline = OfflineRun(engine, prompt_of, prompts, in_flight=args.batch, all_turns=args.all_turns, only=todo)
     began = time.perf_counter()
     for index, answers in offline:
         row = answer_row(prompts[index], answers, all_turns=args.all_turns, digest=args.digest)

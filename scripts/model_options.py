@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DRAFT_SOURCES = ("auto", "off", "lookup", "shadow")
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
@@ -92,8 +94,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--draft", default="off", type=only("off"), help="where drafted tokens come from: off (default)"
-    )
+        "--draft", default="auto", type=only(*DRAFT_SOURCES),
+        help="where drafted tokens come from: auto (default; wherever they can), off, lookup (earlier text) or shadow. "
+        "Answers are the same with all of them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shadow", default="auto", metavar="F",
+        help="the shadow network: auto (default; the one that ships for the model, if any), off, or a file of "
+        "train_shadow.py",
+    )  # fmt: skip
 
 
 def prepare(threads: int | None, mesh: tuple[int, int] | None, kernels: str = "auto") -> None:
@@ -108,6 +117,8 @@ def open_engine(
     *,
     kernels: str = "auto",
     embedding: str | EmbeddingForm = "file",
+    draft: str = "auto",
+    shadow: str = "auto",
     progress: Progress | None = None,
     metrics: EngineMetrics | None = None,
     warm: bool = True,
@@ -115,7 +126,8 @@ def open_engine(
 ) -> tuple[Model, Engine]:
     """Load a model and start an engine for it; `sizes` are fields of `EngineConfig`. Call `prepare` first.
 
-    `warm=False` compiles every program when it is first needed.
+    With `draft` "off" nothing can be drafted, with "lookup" there is no shadow. `warm=False` compiles every program
+    when it is first needed.
     """
     import jax
 
@@ -133,7 +145,14 @@ def open_engine(
         over = make_mesh(devices[:wanted], config, *(mesh or (None, None)))
     chosen = choose(devices[0].platform, kernels)
     log.log(logging.WARNING if chosen.fallback else logging.INFO, "kernels: %s", chosen.why)
-    loaded = load_model(model, quant=quant, kernels=chosen.kernels, embedding=embedding, mesh=over, progress=progress)
+    if draft == "off":
+        sizes["draft_rows"] = 0
+    loaded = load_model(
+        model, quant=quant, kernels=chosen.kernels, embedding=embedding, mesh=over, progress=progress,
+        shadow="off" if draft in ("off", "lookup") else shadow,
+    )  # fmt: skip
+    if draft == "shadow" and loaded.shadow is None:
+        raise ValueError(f"there is no shadow network for {model}; train one with scripts/train_shadow.py")
     engine = Engine(loaded, EngineConfig(**sizes), mesh=over, metrics=metrics)
     engine.start(warm=warm, progress=progress)
     return loaded, engine

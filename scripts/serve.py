@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
-from umbra.scripts.model_options import OneLineParser, add_model_options, only, open_engine, prepare
+from umbra.scripts.level_options import add_level_option, add_lossy_option
+from umbra.scripts.model_options import OneLineParser, add_draft_option, add_model_options, only, open_engine, prepare
 
 if TYPE_CHECKING:
     from umbra.serving.api.server import Load
@@ -31,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     engine, server = EngineConfig(), ServerConfig()
     p = OneLineParser(prog="serve.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     add_model_options(p)
+    add_draft_option(p)
+    add_level_option(p, default=server.level)
+    add_lossy_option(p)
     p.add_argument("--no-warmup", action="store_true", help="compile at first use: ready sooner, then slow at first")
     sizes = p.add_argument_group("sizes")
     sizes.add_argument(
@@ -69,7 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         sizes = {name: getattr(args, name) for name in SIZES}
         EngineConfig(**sizes)
-        config = ServerConfig(host=args.host, port=args.port, api_keys=tuple(keys), max_body=args.max_body)
+        config = ServerConfig(
+            host=args.host, port=args.port, api_keys=tuple(keys), max_body=args.max_body, level=args.level,
+            lossy=args.lossy,
+        )  # fmt: skip
         if (args.tls_cert is None) != (args.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
     except ValueError as error:
@@ -141,6 +148,8 @@ def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
                 args.mesh,
                 kernels=args.kernels,
                 embedding=args.embedding,
+                draft=args.draft,
+                shadow=args.shadow,
                 progress=report,
                 metrics=service.engine_metrics,
                 warm=not args.no_warmup,

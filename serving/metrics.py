@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from .engine.request import SOURCES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -61,6 +65,11 @@ class EngineMetrics:
         self._finished = Counter("umbra_requests_finished", "Ended requests.", ["reason"], registry=reg)
         self._refused = Counter("umbra_requests_refused", "Requests never admitted.", ["reason"], registry=reg)
         self._preemptions = Counter("umbra_preemptions", "Requests put aside for want of KV blocks.", registry=reg)
+        self._passes = Counter(
+            "umbra_passes", "Trunk passes, counted for each request that took a token from them.", registry=reg
+        )
+        self._drafted = Counter("umbra_drafted_tokens", "Drafted tokens that went into passes.", registry=reg)
+        self._accepted = Counter("umbra_accepted_tokens", "Drafted tokens that stood.", ["source"], registry=reg)
         self._compilations = Counter(
             "umbra_compilations_after_ready", "Compilations after the engine was ready; should stay 0.", registry=reg
         )
@@ -95,6 +104,15 @@ class EngineMetrics:
         """`n` tokens that arrived together, each counted with the time one of them took."""
         for _ in range(n):
             self._per_token.observe(seconds_per_token)
+
+    def drafts(self, tried: int, sources: Sequence[int]) -> None:
+        """One pass of one request: how many drafted tokens it tried, and who drafted each token that came out."""
+        self._passes.inc()
+        if tried:
+            self._drafted.inc(tried)
+        for source in sources:
+            if source:
+                self._accepted.labels(SOURCES[source]).inc()
 
     def finished(self, reason: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
         self._finished.labels(reason).inc()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import queue
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..configs.prompt_sets import Prompt
+from ..model.thinking import Thinker
+from .effort import EXACT, Effort, Policy, Prepared, at_level, prepare
 from .engine.request import Emission, SamplingParams, Sink, Timings, Usage
 
 if TYPE_CHECKING:
@@ -28,9 +30,15 @@ class Encodes(Protocol):
     def __call__(self, messages: list[dict[str, str]]) -> list[int]: ...
 
 
+class Prepares(Protocol):
+    """What the engine gets for a conversation."""
+
+    def __call__(self, messages: list[dict[str, str]]) -> Prepared: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The end of one turn."""
+    """The end of one turn. `thought` is what the model wrote for itself before `text`."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -40,6 +48,7 @@ class Answer:
     first_tokens: int  # tokens of the first emission, which decode speed leaves out
     digests: tuple[int, ...]
     error: str | None
+    thought: str = ""
 
     @property
     def tokens_per_pass(self) -> float | None:
@@ -70,6 +79,20 @@ def encoder(model: Model) -> Encodes:
     return lambda messages: template.encode(tokenizer, messages)
 
 
+def preparer(
+    model: Model, context_length: int, params: SamplingParams, effort: Effort, policies: Mapping[str, Policy] = EXACT
+) -> Prepares:
+    """How conversations of `model` go to the engine, at a level and with thoughts. Raises `ValueError` for thoughts of
+    a model that has no words for them."""
+    if model.tokenizer is None or model.chat_template is None:
+        if effort.budget:
+            raise ValueError(f"the model {model.name} has no chat template, so it cannot think")
+        encode, leveled = encoder(model), at_level(params, effort.level, policies)
+        return lambda messages: Prepared(encode(messages), leveled)
+    thinker = Thinker(model.tokenizer, model.chat_template)
+    return lambda messages: prepare(thinker, context_length, messages, params, effort, policies=policies)
+
+
 @dataclasses.dataclass
 class _Conversation:
     """A prompt on its way: what was said so far, and the emissions of the turn that is running."""
@@ -93,15 +116,14 @@ class OfflineRun:
     def __init__(
         self,
         engine: Submits,
-        encode: Encodes,
+        prepare: Prepares,
         prompts: Sequence[Prompt],
-        params: SamplingParams,
         *,
         in_flight: int = 1,
         all_turns: bool = False,
         only: Sequence[int] | None = None,
     ) -> None:
-        self._engine, self._encode, self._params = engine, encode, params
+        self._engine, self._prepare = engine, prepare
         self._in_flight, self._all_turns = in_flight, all_turns
         self._prompts = [(index, prompts[index]) for index in (range(len(prompts)) if only is None else only)]
         self._inbox: queue.SimpleQueue[Sequence[tuple[str, Emission]]] = queue.SimpleQueue()
@@ -140,9 +162,9 @@ class OfflineRun:
         conversation.emissions = []
         conversation.prompt_tokens = 0
         try:
-            ids = self._encode(conversation.messages)
-            conversation.prompt_tokens = len(ids)
-            self._running[self._engine.submit(ids, self._params, sink=self._inbox.put)] = conversation
+            made = self._prepare(conversation.messages)
+            conversation.prompt_tokens = len(made.prompt)
+            self._running[self._engine.submit(made.prompt, made.params, sink=self._inbox.put)] = conversation
         except ValueError as error:
             usage = Usage(conversation.prompt_tokens, 0)
             conversation.answers.append(Answer("", (), "error", usage, None, 0, (), str(error)))
@@ -179,6 +201,7 @@ def _answer(emissions: Sequence[Emission], prompt_tokens: int) -> Answer:
         first_tokens=first,
         digests=tuple(crc for emission in emissions for crc in emission.digests),
         error=last.error,
+        thought="".join(emission.thought for emission in emissions),
     )
 
 
@@ -210,6 +233,8 @@ def _measures(answers: Sequence[Answer], *, digest: bool) -> dict[str, Any]:
         "ttft_ms": round(ttft * 1e3, 3) if ttft is not None else None,
         "tok_s": round(rest / seconds, 3) if seconds > 0 else None,
     }
+    if any(answer.thought for answer in answers):
+        row["thought"] = "\n\n".join(answer.thought for answer in answers)
     if digest:
         row["digest"] = [crc for answer in answers for crc in answer.digests]
     if answers[-1].error is not None:

@@ -51,6 +51,38 @@ def random_model() -> Callable[..., object]:
 
 
 @pytest.fixture(scope="session")
+def random_shadow() -> Callable[..., object]:
+    """Makes a `DraftWeights` of random numbers for a vocabulary and a width, whose lookup is always quite sure."""
+    import numpy as np
+
+    from umbra.kernels.draft import FEATURES, LONGEST_MATCH, MAX_DRAFTS, SHADOW_PLACES, DraftWeights
+
+    def make(vocab: int, width: int, *, rank: int = 8, mlp: int = 8, draft_vocab: int = 64, seed: int = 0) -> object:
+        rng = np.random.default_rng(seed)
+
+        def floats(*shape: int) -> np.ndarray:
+            return (0.3 * rng.standard_normal(shape)).astype(np.float32)
+
+        def bytes_(*shape: int) -> np.ndarray:
+            return rng.integers(-127, 128, shape).astype(np.int8)
+
+        return DraftWeights(
+            read=bytes_(vocab, rank), read_scale=np.full(vocab, 0.01, np.float32), context=floats(width, rank),
+            epsilon=np.float32(1e-5), recur=floats(rank, 2 * rank), gate_u=floats(rank), gate_z=floats(rank),
+            bias_g=floats(rank), bias_c=floats(rank), start=floats(rank), step=floats(SHADOW_PLACES, rank),
+            markov=floats(rank, rank), up=floats(rank, mlp), down=floats(mlp, rank), head=bytes_(draft_vocab, rank),
+            head_scale=np.full(draft_vocab, 0.01, np.float32),
+            vocab=np.sort(rng.choice(vocab, draft_vocab, replace=False)).astype(np.int32),
+            conf=floats(2 * rank + FEATURES), conf_bias=floats(SHADOW_PLACES),
+            gate=np.tile(np.array([1.0, 0.0], np.float32), (1, SHADOW_PLACES, 1)),
+            gate_temperatures=np.zeros(1, np.float32),
+            lookup=np.full((1, LONGEST_MATCH + 1, 3, MAX_DRAFTS), 0.8, np.float32),
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tiny_engine(random_model: Callable[..., object]) -> Iterator[object]:
     """A running engine on the tiny trunk: 8 slots, chunks of 32 tokens."""
     from umbra.configs.engine import EngineConfig

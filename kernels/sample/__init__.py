@@ -3,7 +3,7 @@
 from .accept import accept
 from .api import choose_rows
 from .base import Choice, RowParams
-from .noise import choice_seed, gumbel, seed_words, threefry2x32
+from .noise import choice_seed, gumbel, gumbel_of, seed_words, threefry2x32
 from .reference import choose
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "choose",
     "choose_rows",
     "gumbel",
+    "gumbel_of",
     "seed_words",
     "threefry2x32",
 ]

@@ -1,6 +1,6 @@
 """The entry of the sampling kernel: the next token of every row of a step, on the backend asked for.
 
-Letters: B rows, V vocabulary.
+Letters: B slots, R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .base import Choice, RowParams
 
 
 def choose_rows(logits: Array, rows: RowParams, active: Array, *, backend: Backend) -> Choice:
-    """Chooses for the rows of `logits` float32 [B, V] where `active` bool [B] is set.
+    """Chooses for the rows of `logits` float32 [R, V] where `active` bool [R] is set.
 
-    The fields of `rows` and of the result have a leading axis [B]; rows that are not active get `Choice.none` and cost
-    nothing. Every backend gives the bits of `reference.choose`, row by row.
+    The fields of `rows` and of the result have a leading axis [R], but for `rows.counts` int32 [B, V]. Rows that are
+    not active get `Choice.none` and cost nothing. Every backend gives the bits of `reference.choose`, row by row.
     """
     if backend == "cpu":
         from .cpu import choose_rows as native_choose_rows

@@ -32,12 +32,16 @@ def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tupl
 
 
 def gumbel(seed: Array, position: Array, vocab_size: int) -> Array:
-    """Standard Gumbel noise for one row: seed uint32[2] (low, high), position int32 -> float32 [V], always finite.
+    """Standard Gumbel noise for one row: seed uint32[2] (low, high), position int32 -> float32 [V], always finite."""
+    return gumbel_of(seed, position, lax.iota(jnp.uint32, vocab_size))
+
+
+def gumbel_of(seed: Array, position: Array, ids: Array) -> Array:
+    """The noise of the tokens `ids` (uint32, any shape) alone.
 
     With u = (word + 1/2) / 2^32 the noise is -log(-log(1 - u)): its upper tail, which decides rare events, has the
     full resolution of 2^-32 (largest value 22.9, smallest -2.8).
     """
-    ids = lax.iota(jnp.uint32, vocab_size)
     key = (seed[0], lax.bitcast_convert_type(jnp.asarray(position, jnp.int32), jnp.uint32))
     word, _ = threefry2x32(key, (ids, jnp.broadcast_to(seed[1], ids.shape)))
     # Both products are by powers of two and so exact. Words near 2^32 round up to it, hence the minimum.

@@ -34,18 +34,19 @@ _NEG_INF_KEY = np.int32(np.float32(-np.inf).view(np.int32) ^ 0x7FFFFFFF)
 
 
 def choose_rows(logits: Array, rows: RowParams, active: Array) -> Choice:
-    """`choose` for the rows of `logits` [B, V] that are `active` [B]; `Choice.none` for the others.
+    """`choose` for the rows of `logits` [R, V] that are `active` [R]; `Choice.none` for the others.
 
     A loop on every target: `vmap` would turn the conditions inside `choose` into selections, and every row would pay
     for the threshold searches that few ask for.
     """
 
-    def row(b: Array, choices: Choice) -> Choice:
+    def row(r: Array, choices: Choice) -> Choice:
         def store() -> Choice:
-            one = choose(logits[b], jax.tree.map(lambda field: field[b], rows))
-            return jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, b, 0), choices, one)
+            own = jax.tree.map(lambda field: field[r], rows._replace(counts=rows.slot))
+            one = choose(logits[r], own._replace(counts=rows.counts[own.slot]))
+            return jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, r, 0), choices, one)
 
-        return lax.cond(active[b], store, lambda: choices)
+        return lax.cond(active[r], store, lambda: choices)
 
     return lax.fori_loop(0, logits.shape[0], row, Choice.none(logits.shape[0]))
 
@@ -76,10 +77,12 @@ def _argmax(x: Array) -> Array:
 
 def _with_penalties(x: Array, row: RowParams) -> Array:
     def penalised() -> Array:
-        generated = row.counts >> 1
+        ids = jnp.where(row.drafted >= 0, row.drafted, x.shape[0])
+        counts = row.counts.at[ids].add(2, mode="drop")
+        generated = counts >> 1
         # One division serves both signs; a multiplication could be contracted with the subtraction.
         divisor = jnp.where(x > 0, row.repetition, np.float32(1) / row.repetition)
-        repeated = jnp.where(row.counts > 0, x / divisor, x)
+        repeated = jnp.where(counts > 0, x / divisor, x)
         per_use = product(row.frequency, generated.astype(jnp.float32))
         return repeated - (per_use + jnp.where(generated > 0, row.presence, np.float32(0)))
 

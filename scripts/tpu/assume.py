@@ -1,7 +1,8 @@
 """What to assume for loops, branches and kernels whose work depends on data, and the least a program could move.
 
-Both assume the same load, a full engine: every slot decodes one or several tokens with `tokens` tokens in its KV cache,
-and a prefill step also carries a full prompt chunk of one more such sequence.
+Both assume the same load, a full engine: every slot decodes, with `tokens` tokens in its KV cache; its pass takes the
+last token and perhaps drafted ones behind it, which were drafted before. Programs that draft then draft for every slot
+as many tokens as a shadow can. A prefill step also carries a full prompt chunk of one more sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from jax.sharding import Mesh
 from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import LOCAL, TrunkConfig
 from ...kernels.attention import GROUP, KVFormat, reference, tpu, tpu_sizes
+from ...kernels.draft import SHADOW_PLACES
 from ...model.params import param_specs
+from ...serving.engine.drafting import Drafter
 from ...serving.engine.programs import COPY_BLOCKS, Program
 from .traffic import Assume, KernelWork
 
@@ -25,6 +28,9 @@ Sampling = Literal["greedy", "temperature", "top-p"]
 
 _GREEDY = "no slot asks for more than the most likely token"
 _SAMPLED = "every slot samples at a temperature"
+
+STEPS = ("prefill", "decode", "decode_n")
+"""Kinds of programs that run the trunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +43,10 @@ class Load:
     tokens: int
     """Tokens in the KV cache of every sequence after the step's were written."""
     new_tokens: int = 1
-    """Tokens of every decoding sequence in one step: more than one where drafts are verified."""
+    """Tokens of every decoding sequence in one pass: more than one where drafts are verified."""
     sampling: Sampling = "greedy"
+    drafts: bool = True
+    """Whether programs that can draft do so."""
 
     @property
     def windows(self) -> list[int]:
@@ -56,8 +64,12 @@ class Load:
         return sum(math.ceil(n / BLOCK) for n in self.seen) / self.config.n_layers
 
     def chunk(self, program: Program) -> int:
-        """Prompt tokens of one more sequence that the step carries; none where drafts are verified."""
-        return self.engine.prefill_chunk if program.kind == "prefill" and self.new_tokens == 1 else 0
+        """Prompt tokens of one more sequence that the step carries."""
+        return self.engine.prefill_chunk if program.kind == "prefill" else 0
+
+    def drafted(self, program: Program) -> int:
+        """Tokens that one pass drafts for every sequence: all that the shadow can."""
+        return SHADOW_PLACES if self.drafts and drafter(program) is not None else 0
 
     def lengths(self, program: Program) -> tuple[list[int], list[int]]:
         """Tokens in the cache and tokens of this step, sequence by sequence."""
@@ -75,42 +87,63 @@ class Load:
         return tiles / self.groups(program)
 
     def assume(self, program: Program, mesh: Mesh, chip: str) -> Assume:
-        loops = {
+        loops, branches = self._loops(program), self._branches(program)
+        kernels = {tpu.NAME: self.attention(program, mesh, chip)}
+        return Assume(
+            loop=lambda source, op_name: loops.get(source),
+            branch=lambda source, op_name: branches.get(source),
+            kernel=kernels.get,
+        )
+
+    def _loops(self, program: Program) -> dict[str, tuple[float, str]]:
+        """Iterations by the place in the source."""
+        drafted = self.drafted(program)
+        written = sum(self.lengths(program)[1]) if program.kind in STEPS else 0
+        return {
             "trunk.py:Trunk.__call__": (self.config.n_layers, "all layers run"),
-            "reference.py:write_kv": (program.width, "every token of the step is in use"),
+            "reference.py:write_kv": (written, "all slots are taken"),
             "reference.py:attention": (self.groups(program), "all slots are taken"),
             "reference.py:attend": (self.groups(program), "all slots are taken"),
             "reference.py:_attend_tiles": (self.tiles(program), "all slots are taken"),
             "reference.py:_largest_key": (31, "a binary search over 31 bits takes its longest"),
             "reference.py:_attend_group": (self.spans, f"{self.tokens} tokens are in the KV cache of every sequence"),
+            "reference.py:draft": (drafted, f"{drafted} tokens are drafted for every slot"),
         }
-        kernels = {tpu.NAME: self.attention(program, mesh, chip)}
-        return Assume(
-            loop=lambda source, op_name: loops.get(source),
-            branch=lambda source, op_name: self._branches().get(source),
-            kernel=kernels.get,
-        )
 
-    def _branches(self) -> dict[str, tuple[int, str]]:
-        """The branch (0: false) taken by what asks how slots choose."""
-        if self.sampling == "greedy":
-            return {"step.py:_choose": (0, _GREEDY)}
-        filtered = int(self.sampling == "top-p")
-        return {
-            "step.py:_choose": (1, _SAMPLED),
-            "reference.py:row": (1, "all slots are taken"),
-            "reference.py:choose_rows.<locals>.row": (1, "all slots are taken"),
-            "reference.py:choose": (0, f"{_SAMPLED}, none wants log-probabilities"),
-            "reference.py:_with_penalties": (0, "no slot has penalties"),
-            "reference.py:_with_bias": (0, "no slot has a bias"),
-            "reference.py:_top_k_threshold": (0, "no slot has top-k"),
-            "reference.py:_noisy_scores": (filtered, "every slot has top-p" if filtered else "no slot has top-p"),
-            "reference.py:_top_p_and_min_p": (filtered, "every slot has top-p"),
+    def _branches(self, program: Program) -> dict[str, tuple[int, str]]:
+        """The branch (0: false) taken by what asks how slots choose, and where drafts come from."""
+        some = self.new_tokens > 1
+        drafts = self.drafted(program) > 0
+        sampled = self.sampling != "greedy"
+        filtered = self.sampling == "top-p"
+        known = {
+            "step.py:_choose": (sampled, _SAMPLED if sampled else _GREEDY),
+            "step.py:_relaxed": (False, "no slot takes other tokens than the exact ones"),
+            "step.py:_conclude": (False, "no slot thinks"),
+            "layout.py:_drafted": (some, "every slot has drafts" if some else "no slot has drafts yet"),
+            "layout.py:_drafted.<locals>.<lambda>": (False, "the gate says how many drafts are tried"),
+            "drafting.py:draft_next": (drafts, "every slot drafts" if drafts else "no slot drafts"),
+            "drafting.py:_with_conclusion": (False, "no slot thinks"),
+            "reference.py:_slots": (True, "every slot drafts, from both sources"),
+            "reference.py:_extend": (True, "the shadow is asked for every token"),
+            "reference.py:_guess": (sampled, _SAMPLED if sampled else _GREEDY),
         }
+        if sampled:
+            known |= {
+                "reference.py:row": (True, "all slots are taken"),
+                "reference.py:choose_rows.<locals>.row": (True, "all slots are taken"),
+                "reference.py:choose": (False, f"{_SAMPLED}, none wants log-probabilities"),
+                "reference.py:_with_penalties": (False, "no slot has penalties"),
+                "reference.py:_with_bias": (False, "no slot has a bias"),
+                "reference.py:_top_k_threshold": (False, "no slot has top-k"),
+                "reference.py:_noisy_scores": (filtered, "every slot has top-p" if filtered else "no slot has top-p"),
+                "reference.py:_top_p_and_min_p": (filtered, "every slot has top-p"),
+            }
+        return {source: (int(taken), why) for source, (taken, why) in known.items()}
 
     def attention(self, program: Program, mesh: Mesh, chip: str) -> KernelWork | None:
         """What one call of the attention kernel does on one chip, on average over the layers."""
-        if program.kind not in ("prefill", "decode", "decode_n"):
+        if program.kind not in STEPS:
             return None
         model, c = mesh.shape["model"], self.config
         lengths, new = self.lengths(program)
@@ -130,8 +163,8 @@ class Load:
         )
 
     def min_bytes(self, program: Program, mesh: Mesh) -> float:
-        """Bytes one chip cannot avoid to move: every shard of a weight once a pass, the KV that is attended to, and the
-        KV that is written. Whoever keeps some of that on the chip from pass to pass moves less.
+        """Bytes one chip cannot avoid to move: every shard of a weight once a pass, the KV that is attended to, the KV
+        that is written, and what drafting reads. Whoever keeps some of that on the chip from pass to pass moves less.
 
         Of an embedding that is not also the output head only the rows of the step's tokens count. `admit` and the
         copies of blocks read and write what they are named for once.
@@ -145,15 +178,34 @@ class Load:
             return 2.0 * sum(math.prod(a.shape) * a.dtype.itemsize for a in row) / mesh.shape["data"]
         lengths, new = self.lengths(program)
         kv = (len(lengths) * sum(self.seen) + c.n_layers * sum(new)) * per_token
-        return (weight_bytes(c, program.args[0], program.width) + kv) * passes(self.engine, program)
+        weights = weight_bytes(c, program.args[0].params, sum(new))
+        return (weights + kv + self.min_draft_bytes(program)) * passes(self.engine, program)
+
+    def min_draft_bytes(self, program: Program) -> float:
+        """Bytes that drafting cannot avoid to read in a pass: its tables once, of the table of all tokens the rows of
+        those that chains go over, and the tokens of every sequence, in which it looks up what followed."""
+        if not self.drafted(program):
+            return 0.0
+        weights = drafter(program).weights  # type: ignore[union-attr]
+        tables = sum(_shard_bytes(leaf) for leaf in weights)
+        by_token = _shard_bytes(weights.read) + _shard_bytes(weights.read_scale)
+        rows = self.engine.slots * self.drafted(program)
+        read = min(by_token, rows * by_token / weights.read.shape[0])
+        return tables - by_token + read + self.engine.slots * self.tokens * 4
 
     def tokens_per_run(self, program: Program, mesh: Mesh) -> int | None:
-        """Tokens all chips together get on with in one run: prompt tokens for prefill, answer tokens for decode."""
+        """Tokens all chips together get on with in one run: prompt tokens for prefill, answer tokens for decode, when
+        every draft in the pass is accepted."""
         if program.kind == "prefill":
-            return (self.chunk(program) or self.engine.slots * self.new_tokens) * mesh.shape["data"]
+            return self.chunk(program) * mesh.shape["data"]
         if program.kind in ("decode", "decode_n"):
             return self.engine.slots * self.new_tokens * passes(self.engine, program) * mesh.shape["data"]
         return None
+
+
+def drafter(program: Program) -> Drafter | None:
+    """The drafter of a program's arguments; None where it cannot draft."""
+    return program.args[0].drafter if program.kind in STEPS else None
 
 
 def weight_bytes(config: TrunkConfig, params: Mapping[str, Any], width: int) -> float:

@@ -112,6 +112,14 @@ class Traffic:
                 mine[key] += times * value
         self.assumptions.update(other.assumptions)
 
+    def less(self, part: Traffic) -> Traffic:
+        """What is left without `part`, which is counted in the same program."""
+        left = Traffic(assumptions=dict(self.assumptions))
+        left.add(self, 1)
+        left.add(Traffic(part.bytes, part.flops, part.collective_bytes, part.kernels, part.operations), -1)
+        left.by_operation = Counter({name: n - part.by_operation[name] for name, n in self.by_operation.items()})
+        return left
+
 
 def count(module: Module, assume: Assume = Assume()) -> Traffic:  # noqa: B008
     """Traffic of one run of the module's entry computation."""

@@ -37,6 +37,7 @@ def merge(parts: Sequence[Emission]) -> Emission:
     return dataclasses.replace(
         parts[-1],
         text="".join(part.text for part in parts),
+        thought="".join(part.thought for part in parts),
         token_ids=tuple(i for part in parts for i in part.token_ids),
         logprobs=tuple(i for part in parts for i in part.logprobs),
         digests=tuple(i for part in parts for i in part.digests),

@@ -18,7 +18,9 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic_core import to_json
 
-from ..engine.request import Emission, SamplingParams, TokenLogprob, Usage
+from ..effort import Prepared
+from ..engine.request import Emission, TokenLogprob, Usage
+from ..engine.thoughts import Thinking, ThoughtEnd
 from .bridge import Reply
 from .errors import openai_body
 from .middleware import request_info
@@ -36,6 +38,8 @@ class Shape(Protocol):
     id_prefix: str
     object: str
     chunk_object: str
+    thinking: Thinking | None
+    """How the choices think; known once the request is prepared, before the first emission."""
 
     def whole(self, index: int, emission: Emission) -> dict[str, Any]:
         """A finished choice."""
@@ -53,9 +57,8 @@ class Call:
     body: SamplingBody
     loaded: Loaded
     shape: Shape
-    params: SamplingParams
-    encode: Callable[[], Sequence[Sequence[int]]]
-    """Gives the token ids of every prompt; runs in a worker."""
+    prepare: Callable[[], Sequence[Prepared]]
+    """Gives every prompt as the engine wants it; runs in a worker."""
     prompts: int
     prompt_param: str
     ignored: Sequence[str]
@@ -91,9 +94,16 @@ async def respond(request: Request, service: Service, call: Call) -> Response:
     handed_over = False
     notes = request_info(request.scope).notes
     try:
-        prompt_tokens = await service.submit(reply, call.encode, call.params, call.n, call.prompt_param)
-        notes["prompt_tokens"] = prompt_tokens
-        headers = {"x-umbra-prompt-tokens": str(prompt_tokens), **_ignored_header(call.ignored)}
+        prepared = await service.submit(reply, call.prepare, call.n, call.prompt_param)
+        call.shape.thinking = prepared[0].params.thinking
+        effort = _effort(prepared[0])
+        notes["prompt_tokens"] = prompt_tokens = sum(len(one.prompt) for one in prepared)
+        notes.update(effort)
+        headers = {
+            "x-umbra-prompt-tokens": str(prompt_tokens),
+            **{f"x-umbra-{name}": value for name, value in effort.items()},
+            **_ignored_header(call.ignored),
+        }
         if not call.body.stream:
             emissions = await gather(reply, call.choices)
             notes.update(_notes(emissions))
@@ -136,7 +146,7 @@ async def _chunks(call: Call, reply: Reply, heartbeat: float, notes: dict[str, A
         for index, emission in batch:
             if (error := failure(emission)) is not None:
                 emission = dataclasses.replace(emission, finish_reason=None)  # its text is still sent
-            if error is None or emission.text:
+            if error is None or emission.text or emission.thought:
                 for piece in call.shape.pieces(index, emission):
                     out += event({**head, "choices": [piece], **no_usage})
             if error is not None:
@@ -192,11 +202,14 @@ class TextAligner:
     """Holds log-probabilities back until their token's text is sent, as text may lag behind tokens.
 
     Tokens whose text is never sent (a stop string, the end of the turn) drop out, so that the tokens listed and the
-    text agree. `take` gives (log-probability, position of the token's first character in the answer) pairs.
+    text agree. `take` gives (log-probability, position of the token's first character in the answer) pairs. Thoughts,
+    and the white space after them, are not listed.
     """
 
-    def __init__(self, running_bytes: Callable[[int], bytes] | None) -> None:
+    def __init__(self, running_bytes: Callable[[int], bytes] | None, thinking: Thinking | None = None) -> None:
         self._bytes = running_bytes
+        self._thoughts = ThoughtEnd(thinking.close) if thinking is not None else None
+        self._skip_space = thinking is not None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._start = 0  # characters before the next token
         self._sent = 0
@@ -204,9 +217,17 @@ class TextAligner:
 
     def take(self, emission: Emission) -> list[tuple[TokenLogprob, int]]:
         for item in emission.logprobs:
+            if self._thoughts is not None and not self._thoughts.ended:
+                self._thoughts.push(item.token_id)
+                continue
+            text = self._decoder.decode(self._bytes(item.token_id)) if self._bytes is not None else ""
+            if self._skip_space and text:
+                text = text.lstrip()
+                self._skip_space = not text
+                if not text:
+                    continue
             self._waiting.append((item, self._start))
-            if self._bytes is not None:
-                self._start += len(self._decoder.decode(self._bytes(item.token_id)))
+            self._start += len(text)
         self._sent += len(emission.text)
         ready = []
         while self._waiting and (self._bytes is None or self._waiting[0][1] < self._sent):
@@ -214,9 +235,17 @@ class TextAligner:
         return ready
 
 
-def aligner(loaded: Loaded) -> TextAligner:
+def aligner(loaded: Loaded, thinking: Thinking | None = None) -> TextAligner:
     tokenizer = loaded.model.tokenizer
-    return TextAligner(None if tokenizer is None else tokenizer.token_bytes)
+    return TextAligner(None if tokenizer is None else tokenizer.token_bytes, thinking)
+
+
+def _effort(prepared: Prepared) -> dict[str, str]:
+    """For headers and the log: the level, and how much is thought if the request said something about it."""
+    level, choice = prepared.params.level or "", prepared.choice
+    if choice is None or not (choice.asked or choice.assessment):
+        return {"level": level}
+    return {"level": level, "thinking": str(choice)}
 
 
 def _ignored_header(ignored: Sequence[str]) -> dict[str, str]:

@@ -9,10 +9,13 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from ...model.chat_template import ChatTemplateError
-from ..engine.request import Emission, TokenLogprob
-from .body import read_json
+from ..effort import Effort, Prepared, prepare
+from ..engine.request import Emission, SamplingParams, TokenLogprob
+from ..engine.thoughts import Thinking
+from .body import json_type, read_json
 from .errors import bad_request, context_exceeded, unsupported
 from .openai import FINISH, Call, TextAligner, aligner, finite, respond, token_bytes
+from .openai_effort import effort_of
 from .openai_options import check_logprobs, check_options, sampling_params
 from .schemas import ChatBody, ChatMessage, parse
 from .service import Loaded, Service
@@ -31,19 +34,23 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     body = parse(ChatBody, data)
     ignored = check_options(body, service, loaded)
     messages = template_messages(body.messages)
-    if loaded.model.chat_template is None or loaded.model.tokenizer is None:
+    effort = effort_of(body, service.config.level)
+    if loaded.thinker is None:
         message = f"The model '{loaded.name}' has no chat template; use /v1/completions"
         raise bad_request(message, "model", "unsupported_model")
     max_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     params = sampling_params(
-        body, loaded, max_tokens=getattr(body, max_name), max_name=max_name, logprobs=_logprobs(body)
+        body,
+        loaded,
+        max_tokens=getattr(body, max_name),
+        max_name=max_name,
+        logprobs=_logprobs(body),
     )
     return Call(
         body=body,
         loaded=loaded,
         shape=_ChatShape(loaded, params.logprobs is not None),
-        params=params,
-        encode=lambda: [encode(loaded, messages)],
+        prepare=lambda: [_prepare(loaded, messages, params, effort)],
         prompts=1,
         prompt_param="messages",
         ignored=ignored,
@@ -57,13 +64,17 @@ def check_count(messages: Any, loaded: Loaded) -> None:
         raise context_exceeded("messages", f"at least {len(messages)}", context)
 
 
-def encode(loaded: Loaded, messages: list[dict[str, Any]]) -> list[int]:
-    """Token ids of a conversation and the start of the model's turn."""
-    loaded.check_length((message["content"] for message in messages), "messages")
+def _prepare(loaded: Loaded, messages: list[dict[str, Any]], params: SamplingParams, effort: Effort) -> Prepared:
+    """Token ids of a conversation and the start of the model's turn; how much is thought depends on them."""
+    assert loaded.thinker is not None
+    texts = (text for message in messages for text in (message["content"], message.get("reasoning_content", "")))
+    loaded.check_length(texts, "messages")
     try:
-        return loaded.model.chat_template.encode(loaded.model.tokenizer, messages)
+        return prepare(loaded.thinker, loaded.engine.context_length, messages, params, effort, policies=loaded.policies)
     except ChatTemplateError as error:
         raise bad_request(f"The model's chat template refused the messages: {error}", "messages") from None
+    except ValueError as error:
+        raise unsupported("reasoning_effort", f"Thinking is not possible: {error}") from None
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -82,8 +93,21 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     if extra.get("audio"):
         raise unsupported(f"{where}.audio", f"'{where}.audio': audio is not supported; supported: text")
     role = "system" if message.role == "developer" else message.role
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": _text(message, where), **name}
+    fields = {"name": message.name, "reasoning_content": _reasoning(message, where)}
+    return {"role": role, "content": _text(message, where), **{key: value for key, value in fields.items() if value}}
+
+
+def _reasoning(message: ChatMessage, where: str) -> str | None:
+    """Thoughts that come back with an answer of the model; its template says which of them it sees again."""
+    thoughts = (message.model_extra or {}).get("reasoning_content")
+    if thoughts is None or message.role != "assistant":
+        return None
+    if not isinstance(thoughts, str):
+        text = (
+            f"Invalid type for '{where}.reasoning_content': expected a string, but got {json_type(thoughts)} instead."
+        )
+        raise bad_request(text, f"{where}.reasoning_content", "invalid_type")
+    return thoughts
 
 
 def _text(message: ChatMessage, where: str) -> str:
@@ -126,11 +150,13 @@ class _ChatShape:
         self._loaded = loaded
         self._logprobs = logprobs
         self._aligners: dict[int, TextAligner] = {}
+        self.thinking: Thinking | None = None
 
     def whole(self, index: int, emission: Emission) -> dict[str, Any]:
+        thoughts = {"reasoning_content": emission.thought} if emission.thought else {}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": emission.text, "refusal": None},
+            "message": {"role": "assistant", "content": emission.text, "refusal": None, **thoughts},
             "logprobs": self._listed(index, emission),
             "finish_reason": _finish(emission),
         }
@@ -138,8 +164,10 @@ class _ChatShape:
     def pieces(self, index: int, emission: Emission) -> list[dict[str, Any]]:
         out = []
         if index not in self._aligners:
-            self._aligners[index] = aligner(self._loaded)
+            self._aligners[index] = aligner(self._loaded, self.thinking)
             out.append(_piece(index, {"role": "assistant", "content": ""}))
+        if emission.thought:
+            out.append(_piece(index, {"reasoning_content": emission.thought}))
         listed = self._listed(index, emission)
         if emission.text or (listed and listed["content"]):
             out.append(_piece(index, {"content": emission.text}, logprobs=listed))
@@ -150,7 +178,7 @@ class _ChatShape:
     def _listed(self, index: int, emission: Emission) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        held = self._aligners.setdefault(index, aligner(self._loaded))
+        held = self._aligners.setdefault(index, aligner(self._loaded, self.thinking))
         return {"content": [self._token(item) for item, _ in held.take(emission)], "refusal": None}
 
     def _token(self, item: TokenLogprob) -> dict[str, Any]:

@@ -8,10 +8,13 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from ..effort import Prepared, at_level
 from ..engine.request import Emission, TokenLogprob
+from ..engine.thoughts import Thinking
 from .body import read_json
 from .errors import ApiError, bad_request, context_exceeded, unsupported
 from .openai import FINISH, Call, TextAligner, aligner, finite, respond, token_bytes
+from .openai_effort import level_of
 from .openai_options import check_ids, check_logprobs, check_options, choices_of, out_of_range, sampling_params
 from .schemas import CompletionBody, parse
 from .service import Loaded, Service
@@ -37,19 +40,19 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     logprobs = check_logprobs(body.logprobs, "logprobs")
     params = sampling_params(body, loaded, max_tokens=max_tokens, max_name="max_tokens", logprobs=logprobs)
+    params = at_level(params, level_of(body, service.config.level), loaded.policies)
     shape = _TextShape(loaded, logprobs is not None, choices_of(body))
 
-    def encode() -> list[Sequence[int]]:
+    def prepare() -> list[Prepared]:
         if body.echo:
             shape.echoed = [_text(loaded, prompt) for prompt in prompts]
-        return [_encode(loaded, prompt, bool(body.parse_special)) for prompt in prompts]
+        return [Prepared(_encode(loaded, prompt, bool(body.parse_special)), params) for prompt in prompts]
 
     return Call(
         body=body,
         loaded=loaded,
         shape=shape,
-        params=params,
-        encode=encode,
+        prepare=prepare,
         prompts=len(prompts),
         prompt_param="prompt",
         ignored=ignored,
@@ -134,6 +137,7 @@ class _TextShape:
         self._n = n
         self._started: set[int] = set()
         self._aligners: dict[int, TextAligner] = {}
+        self.thinking: Thinking | None = None
 
     def whole(self, index: int, emission: Emission) -> dict[str, Any]:
         finish = FINISH.get(emission.finish_reason or "")

@@ -21,6 +21,8 @@ TINY_TOP_P = 1e-6
 
 _EMPTY: tuple[Any, ...] = (None, [], {}, "", False)
 
+_NO_THOUGHTS = "only conversations (/v1/chat/completions) have thoughts"
+
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     # parameter: (values that change nothing, what is supported)
     "tools": (_EMPTY, "tool calling is not supported; supported: no tools"),
@@ -31,8 +33,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((*_EMPTY, ["text"]), 'only text is supported; supported: ["text"]'),
     "audio": (_EMPTY, "audio is not supported; supported: text"),
     "prediction": (_EMPTY, "predicted outputs are not supported; leave it out"),
-    "reasoning_effort": ((*_EMPTY, "none"), "reasoning is not supported; supported: 'none'"),
-    "reasoning": (_EMPTY, "reasoning is not supported; leave it out"),
+    "reasoning_effort": ((*_EMPTY, "none"), f"{_NO_THOUGHTS}; supported: 'none'"),
+    "reasoning": (_EMPTY, f"{_NO_THOUGHTS}; leave it out"),
+    "thinking": ((*_EMPTY, {"type": "disabled"}), f'{_NO_THOUGHTS}; supported: {{"type": "disabled"}}'),
+    "thinking_budget": ((None, 0), f"{_NO_THOUGHTS}; supported: 0"),
     "verbosity": ((*_EMPTY, "medium"), "verbosity is not supported; supported: 'medium'"),
     "web_search_options": ((None,), "web search is not supported; leave it out"),
 }

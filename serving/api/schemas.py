@@ -30,7 +30,7 @@ class StreamOptions(_Body):
 
 class SamplingBody(_Body):
     """What both endpoints share. Keys that OpenAI does not have: top_k, min_p, repetition_penalty, stop_token_ids,
-    ignore_eos."""
+    ignore_eos, level."""
 
     model: str
     stream: bool | None = None
@@ -49,6 +49,7 @@ class SamplingBody(_Body):
     stop: str | Array[str] | None = None
     stop_token_ids: Array[int] | None = None
     ignore_eos: bool | None = None
+    level: str | None = None
 
 
 class Part(_Body):
@@ -64,11 +65,31 @@ class ChatMessage(_Body):
     name: str | None = None
 
 
+class ReasoningOptions(_Body):
+    """`max_tokens`: a thinking budget."""
+
+    effort: str | None = None
+    max_tokens: int | None = None
+
+
+class ThinkingOptions(_Body):
+    """`type`: enabled, disabled or adaptive."""
+
+    type: str
+    budget_tokens: int | None = None
+
+
 class ChatBody(SamplingBody):
+    """`thinking_budget`, our own: tokens of thought, 0 for none, -1 for as many as the request seems to need."""
+
     messages: Annotated[Array[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    thinking_budget: int | None = None
 
 
 class CompletionBody(SamplingBody):

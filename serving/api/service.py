@@ -13,12 +13,14 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol, TypeVar
 
 from ...configs.engine import EngineConfig
 from ...configs.server import ServerConfig
+from ...model.thinking import Thinker
+from ..effort import EXACT, Policy, Prepared, lossy_policies
 from ..engine.request import Emission, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, merge
@@ -82,6 +84,8 @@ class Loaded:
 
     engine: EnginePort
     model: ModelPort
+    policies: Mapping[str, Policy] = dataclasses.field(default_factory=lambda: EXACT)
+    """What the levels mean to the engine."""
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -97,6 +101,12 @@ class Loaded:
         """Bytes of the longest token; 0 without a tokenizer."""
         tokenizer = self.model.tokenizer
         return max(len(tokenizer.token_bytes(i)) for i in range(self.vocab_size)) if tokenizer is not None else 0
+
+    @functools.cached_property
+    def thinker(self) -> Thinker | None:
+        """How the model's conversations are encoded and thoughts are had; None for a model without conversations."""
+        tokenizer, template = self.model.tokenizer, self.model.chat_template
+        return None if tokenizer is None or template is None else Thinker(tokenizer, template)
 
     def max_choices(self, config: ServerConfig) -> int:
         """Choices that one request may have: they enter the queue together, so more than it holds never get in."""
@@ -129,8 +139,11 @@ class Service:
 
     def attach(self, engine: EnginePort, model: ModelPort) -> None:
         """The model is loaded and its engine started. Called from any thread."""
-        loaded = Loaded(engine, model)
-        _ = loaded.longest_token  # found here, not during the first request
+        loaded = Loaded(engine, model, lossy_policies(model) if self.config.lossy else EXACT)
+        for name, policy in loaded.policies.items():
+            if policy.cost:
+                log.warning("level %s: %s", name, policy.cost)
+        _ = loaded.longest_token, loaded.thinker  # found here, not during the first request
         self._loaded = loaded
 
     @property
@@ -161,9 +174,9 @@ class Service:
         return Reply(self._cancel)
 
     async def submit(
-        self, reply: Reply, encode: Callable[[], Sequence[Sequence[int]]], params: SamplingParams, n: int, param: str
-    ) -> int:
-        """Encode the prompts in a worker and submit `n` choices of each; the number of prompt tokens.
+        self, reply: Reply, prepare: Callable[[], Sequence[Prepared]], n: int, param: str
+    ) -> Sequence[Prepared]:
+        """Prepare the prompts in a worker and submit `n` choices of each; gives what was prepared.
 
         Choice i of prompt p has index `p * n + i` in `reply`. All are taken or none: when one is refused,
         the others are cancelled and an `ApiError` is raised. `param` names the field that held the prompts.
@@ -171,14 +184,14 @@ class Service:
         engine = self.loaded.engine
         bridge = self._bridge_of_loop()
 
-        def work() -> int:
+        def work() -> Sequence[Prepared]:
             if reply.closed:
                 raise ClientGone
-            prompts = encode()
-            for prompt in prompts:
-                for one in engine.choice_params(params, n):
-                    _submit(engine, bridge, reply, prompt, one, param)
-            return sum(len(prompt) for prompt in prompts)
+            prepared = prepare()
+            for one in prepared:
+                for params in engine.choice_params(one.params, n):
+                    _submit(engine, bridge, reply, one.prompt, params, param)
+            return prepared
 
         try:
             return await self.offload(work)

@@ -14,14 +14,18 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...configs.engine import NULL_BLOCK, EngineConfig
+from ...configs.engine import BLOCK, NULL_BLOCK, EngineConfig
 from ...configs.machine import cores
 from ...configs.trunk import TrunkConfig
 from ...kernels.attention import KVPool
 from ...kernels.backend import Kernels
 from . import compile_cache
-from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_sizes
+from ...kernels.draft import DraftWeights
+from . import profile
+from .drafting import Drafter
+from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_rows, step_sizes
 from .state import Kept, SlotState, StepInput, StepResult, empty_rows, input_shapes
+from .step import Fixed
 
 log = logging.getLogger(__name__)
 
@@ -32,33 +36,55 @@ class Device:
     """Parameters, KV pool and slot state on a mesh, and the programs that work on them."""
 
     def __init__(
-        self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, Any], kernels: Kernels
-    ) -> None:
+        self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, Any], kernels: Kernels,
+        shadow: DraftWeights | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.mesh, self.kernels = config, mesh, kernels
-        self.params = dict(params)
+        self._params, self._shadow = dict(params), shadow
+        self.context = engine.context(config)
         self.data = mesh.shape["data"]
         platform = mesh.devices.flat[0].platform
         self.passes = engine.passes(platform)
         self.kv = kv_format(engine, self.kernels, platform)
         self.blocks = engine.pool_blocks(config, kv_bytes(config, self.kv))
         self._choose_programs(engine)
+        self.rows = step_rows(engine, platform)
+        self.fixed = Fixed(self._params, self._drafter(profile.assumed(engine, self.rows)))
         pool = self._listed["save"].args[0]
         self._new_pool = jax.jit(
             lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pool),
             out_shardings=jax.tree.map(lambda s: s.sharding, pool),
         )
-        self.layers = jax.device_put(
-            np.concatenate([[config.n_layers], np.arange(config.n_layers)]).astype(np.int32), NamedSharding(mesh, P())
-        )
+        self._layers: dict[tuple[int, ...], jax.Array] = {}
         self._pool: KVPool | None
         self._state: SlotState | None
         self.reset()
 
     def _choose_programs(self, engine: EngineConfig) -> None:
         self.engine = engine
-        self.programs = programs(self.config, engine, self.mesh, params=self.params, kernels=self.kernels, kv=self.kv)
+        self.programs = programs(
+            self.config, engine, self.mesh, params=self._params, kernels=self.kernels, kv=self.kv,
+            shadow=self._shadow,
+        )  # fmt: skip
         self._listed = {program.kind: program for program in self.programs}
         self._compiled: dict[str, Built] = {}
+
+    def set_cost(self, cost: np.ndarray) -> None:
+        """Weigh drafts against other costs of a pass, by its number of tokens (`profile.measured`)."""
+        self.fixed = self.fixed._replace(drafter=self._drafter(cost))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens can be drafted."""
+        return self.fixed.drafter is not None
+
+    def _drafter(self, cost: np.ndarray) -> Drafter | None:
+        """`cost` is the time of a pass by its number of tokens, in whatever unit."""
+        if self._listed["decode"].args[0].drafter is None:
+            return None
+        assert self._shadow is not None
+        drafter = Drafter(self._shadow, cost.astype(np.float32), np.int32(self.engine.draft_length or 0))
+        return jax.device_put(drafter, NamedSharding(self.mesh, P()))
 
     @property
     def compiled(self) -> set[str]:
@@ -79,7 +105,14 @@ class Device:
         self._clear_slots()
 
     def _clear_slots(self) -> None:
-        rows = empty_rows(self.data * self.engine.slots, self.config.vocab_size)
+        self.put_slots(self.empty_rows(self.data * self.engine.slots))
+
+    def empty_rows(self, rows: int) -> SlotState:
+        """Host rows of this engine's sizes that choose nothing."""
+        return empty_rows(rows, self.context, self.config.vocab_size)
+
+    def put_slots(self, rows: SlotState) -> None:
+        """Replace all slots."""
         self._state = jax.device_put(rows, NamedSharding(self.mesh, P("data")))
 
     def compile(self, progress: Progress | None = None) -> None:
@@ -90,8 +123,10 @@ class Device:
         for kind in ("prefill", "decode", "decode_n"):
             if kind in self._listed:
                 jax.block_until_ready(self.run(kind, self.new_input(kind == "prefill")))
-        self.admit(self._no_slot(), empty_rows(self.data, self.config.vocab_size))
+        self.admit(self._no_slot(), self.empty_rows(self.data))
         self.load([(0, NULL_BLOCK, self.save([(0, NULL_BLOCK)])[0])])
+        if self.drafts:
+            self.set_cost(profile.measured(self))
         self._clear_slots()
 
     def check_rounding(self) -> None:
@@ -119,9 +154,15 @@ class Device:
         written = []  # keys and values of all layers, of the same token
         for kind in ("prefill", "decode"):
             inputs = self.new_input(kind == "prefill")
-            inputs.ids[0], inputs.positions[0], inputs.counts[0], inputs.sample_at[0] = 1, 0, 1, 0
-            inputs.tables[0, 0] = 1
-            inputs.sizes[0] = 1, 1, 1
+            inputs.tables[0, 0], inputs.capacity[0] = 1, BLOCK
+            if kind == "prefill":
+                inputs.ids[0], inputs.positions[0], inputs.counts[0], inputs.last[0] = 1, 0, 1, 0
+                inputs.sizes[0] = 1, 1
+            else:
+                rows = self.empty_rows(self.data * self.engine.slots)
+                rows.token[0], rows.limit[0], rows.active[0] = 1, 1, True
+                self.put_slots(rows)
+                inputs.decodes[0] = True
             self.run(kind, inputs)
             written.append(self.save([(0, 1)])[0].values[:, :, 0])
         self._clear_slots()
@@ -151,14 +192,28 @@ class Device:
         tokens, groups = step_sizes(self.engine, prefill)
         shapes = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
         blank = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        return blank._replace(positions=np.full_like(blank.positions, -1), sample_at=np.full_like(blank.sample_at, -1))
+        return blank._replace(positions=np.full_like(blank.positions, -1), last=np.full_like(blank.last, -1))
 
-    def run(self, kind: str, inputs: StepInput) -> tuple[StepResult, Kept]:
-        """Dispatch a step; what it chose and from what, not yet ready."""
+    def run(self, kind: str, inputs: StepInput, layers: tuple[int, ...] | None = None) -> tuple[StepResult, Kept]:
+        """Dispatch a step over `layers` (None: all of them); what it chose and from what, not yet ready."""
         self._pool, self._state, result, kept = self._get(kind)(
-            self.params, self._pool, self._state, inputs, self.layers
+            self.fixed, self._pool, self._state, inputs, self._layer_list(layers)
         )
         return result, kept
+
+    def _layer_list(self, layers: tuple[int, ...] | None) -> jax.Array:
+        """How many layers run and which, on the device."""
+        chosen = tuple(range(self.config.n_layers)) if layers is None else layers
+        if chosen not in self._layers:
+            listed = np.zeros(1 + self.config.n_layers, np.int32)
+            listed[0], listed[1 : 1 + len(chosen)] = len(chosen), chosen
+            self._layers[chosen] = jax.device_put(listed, NamedSharding(self.mesh, P()))
+        return self._layers[chosen]
+
+    def conclude_at(self, shard: int, slot: int) -> int:
+        """Where the conclusion of the slot's thoughts begins. Waits for the steps before it."""
+        assert self._state is not None
+        return int(np.asarray(self._state.conclude_at)[shard * self.engine.slots + slot])
 
     def _no_slot(self) -> np.ndarray:
         return np.full(self.data, -1, np.int32)

@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 
 from ...cache.keys import model_fingerprint, namespace, root_key
 from ...configs.engine import EngineConfig
+from ...kernels.draft import LOOKUP, SHADOW, lookup_only
 from ...kernels.sample import choice_seed
 from . import blocking
 from .blocking import Completion
@@ -39,6 +40,8 @@ from .identity import CompilationCounter, numerics_class, system_fingerprint
 from .programs import Program, make_mesh, step_sizes
 from .request import (
     MAX_STOP_IDS,
+    SOURCES,
+    DraftSource,
     Emission,
     EngineStopped,
     FinishReason,
@@ -48,10 +51,10 @@ from .request import (
     Sink,
     TokenLogprob,
 )
-from .scheduler import Plan, Shard
-from .sequence import Phase, Sequence, blocks_for
-from .state import StepResult, empty_rows, fill_row
-from .text import TextStream
+from .scheduler import Layers, Plan, Shard
+from .sequence import Grown, Phase, Sequence, blocks_for
+from .state import StepResult, fill_row
+from .thoughts import Channels
 
 if TYPE_CHECKING:
     from ...model.load import Model
@@ -109,14 +112,13 @@ class Engine:
         self.context_length = config.context(model.config)
         if len(model.eos_ids) > MAX_STOP_IDS:
             raise ValueError(f"{model.name} has {len(model.eos_ids)} end ids; at most {MAX_STOP_IDS} are supported")
-        self.device = Device(model.config, config, self.mesh, model.params, model.kernels)
+        self.device = Device(model.config, config, self.mesh, model.params, model.kernels, model.shadow or lookup_only(model.config.d_model))
         self.numerics_class = numerics_class(self.mesh, self.device.kernels, model.quant, self.device.kv)
         self.system_fingerprint = system_fingerprint(model.weights_id, self.numerics_class)
-        fingerprint = model_fingerprint(
-            weights_id=model.weights_id, numerics_class=self.numerics_class, kv_format=self.device.kv.name
-        )
         # One namespace for now: there are no tenants yet, and a secret of this process keeps keys unguessable.
-        self._root = root_key(namespace(secrets.token_bytes(32), "local"), fingerprint)
+        self._namespace = namespace(secrets.token_bytes(32), "local")
+        self._roots: dict[Layers, bytes] = {}
+        self._last_layers: Layers = None
         self._new_shards()
 
         self._wake = threading.Condition()
@@ -137,7 +139,7 @@ class Engine:
         self._service_time = 1.0  # seconds a request holds a slot, moving average
 
     def _new_shards(self) -> None:
-        self.shards = [Shard(i, self.config.slots, self.device.blocks, self._root) for i in range(self.device.data)]
+        self.shards = [Shard(i, self.config.slots, self.device.blocks) for i in range(self.device.data)]
 
     # ---- life
 
@@ -233,6 +235,7 @@ class Engine:
             raise PromptTooLong(len(prompt), self.context_length)
         last = self.context_length - 1
         wanted = last if params.max_tokens is None else len(prompt) - 1 + params.max_tokens
+        sources = self._sources(params.draft)
         tokenizer = self.model.tokenizer
         return Sequence(
             id=request_id or uuid.uuid4().hex,
@@ -243,8 +246,33 @@ class Engine:
             limit=min(wanted, last),
             limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
             sink=sink,
-            text=TextStream(tokenizer.token_bytes, params.stop) if tokenizer is not None else None,
+            text=Channels(tokenizer.token_bytes, params.stop, params.thinking) if tokenizer is not None else None,
+            root=self._root(params.layers),
+            sources=sources,
         )
+
+    def _sources(self, draft: DraftSource) -> int:
+        """Where drafts of a request may come from, as bits. `ValueError` when it asks for what there is not."""
+        available = 0
+        if self.device.drafts:
+            available = LOOKUP | (SHADOW if self.model.shadow is not None else 0)
+        wanted = {"auto": available, "off": 0, "lookup": LOOKUP, "shadow": SHADOW}[draft]
+        if wanted & ~available:
+            have = ["auto", "off", *(name for bit, name in SOURCES.items() if available & bit)]
+            raise ValueError(f"draft {draft!r} is not possible with {self.model.name} here; possible: {', '.join(have)}")
+        return wanted
+
+    def _root(self, layers: Layers) -> bytes:
+        """What keys of KV blocks start from: KV of other layers is other KV. `ValueError` for unknown layers."""
+        if layers not in self._roots:
+            if layers is not None and not 0 <= layers[0] <= layers[-1] < self.model.config.n_layers:
+                raise ValueError(f"layers are numbered 0 to {self.model.config.n_layers - 1}, got {list(layers)}")
+            fingerprint = model_fingerprint(
+                weights_id=self.model.weights_id, numerics_class=self.numerics_class, kv_format=self.device.kv.name,
+                layers=layers,
+            )  # fmt: skip
+            self._roots[layers] = root_key(self._namespace, fingerprint)
+        return self._roots[layers]
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last emission says `cancelled`. Unknown or ended ids are ignored."""
@@ -323,9 +351,9 @@ class Engine:
     def _step(self) -> bool:
         """Dispatch the next step and read the one before; False when there was nothing to do."""
         self._take_commands()
-        plans, passes = self._plan()
+        plans, passes, layers = self._plan()
         if any(plans):
-            ahead = self._dispatch(plans, passes)
+            ahead = self._dispatch(plans, passes, layers)
             self._read()
             self._pending = ahead
             return True
@@ -356,22 +384,34 @@ class Engine:
 
     # ---- planning
 
-    def _plan(self) -> tuple[list[Plan], int]:
-        """What every shard does in the next step, and in how many passes."""
+    def _plan(self) -> tuple[list[Plan], int, Layers]:
+        """What every shard does in the next step, in how many passes, and over which layers."""
         for shard in self.shards:
             self._resume(shard)
         self._admit_waiting()
-        passes = self._passes()
+        passes, layers = self._passes(), self._next_layers()
         for shard in self.shards:
             for seq in list(shard.running):
-                if seq.phase is Phase.DECODE and not seq.exhausted:
-                    self._make_room(shard, seq, min(seq.next_write + passes, seq.limit))
+                if seq.phase is Phase.DECODE and not seq.exhausted and seq.params.layers == layers:
+                    self._make_room(shard, seq, passes)
         # Making room may have paused or ended sequences: the plan is made from who is left.
         plans = []
         for shard in self.shards:
-            decode = [seq for seq in shard.running if seq.phase is Phase.DECODE and not seq.exhausted]
-            plans.append(Plan(decode, shard.plan_chunks(self.config.prefill_chunk)))
-        return plans, passes
+            decode = [
+                seq for seq in shard.running
+                if seq.phase is Phase.DECODE and not seq.exhausted and seq.params.layers == layers
+            ]  # fmt: skip
+            plans.append(Plan(decode, shard.plan_chunks(self.config.prefill_chunk, layers)))
+        return plans, passes, layers
+
+    def _next_layers(self) -> Layers:
+        """Sequences that run different layers take turns, a step each."""
+        running = [seq for shard in self.shards for seq in shard.running]
+        asked = list(dict.fromkeys(seq.params.layers for seq in running if not (seq.phase is Phase.DECODE and seq.exhausted)))
+        if self._last_layers in asked:
+            asked = asked[asked.index(self._last_layers) + 1 :] + asked
+        self._last_layers = asked[0] if asked else None
+        return self._last_layers
 
     def _passes(self) -> int:
         """Passes of the next step: several in one device loop, if no prompt waits and only tokens are wanted."""
@@ -381,18 +421,23 @@ class Engine:
         alone = all(seq.phase is Phase.DECODE and not seq.params.digest for seq in running)
         return self.device.passes if alone else 1
 
-    def _make_room(self, shard: Shard, seq: Sequence, tokens: int) -> None:
-        """Blocks for `tokens` positions of `seq`, pausing others, or `seq` itself, if need be."""
-        while seq.phase is Phase.DECODE and not shard.reserve(seq, tokens):
+    def _make_room(self, shard: Shard, seq: Sequence, passes: int) -> None:
+        """Blocks for what `passes` passes add to `seq`: a token each, pausing others, or `seq` itself, if need be; and
+        drafted ones, if there is room."""
+        while seq.phase is Phase.DECODE and not shard.reserve(seq, min(seq.furthest + passes, seq.limit)):
             if self._pending is not None:
                 self._read()  # may end sequences; and a sequence in flight cannot be paused
             else:
                 self._pause(shard, shard.victim())
+        if seq.phase is Phase.DECODE and shard.pool.available > len(shard.running):
+            shard.reserve(seq, min(seq.furthest + passes * seq.width, seq.limit))
 
     def _pause(self, shard: Shard, seq: Sequence) -> None:
         kept = blocks_for(seq.kv_length)
         seq.saved = self.device.save([(shard.index, block) for block in seq.blocks[:kept]])
         seq.resume_as = seq.phase
+        if seq.thinking:
+            seq.conclude_at = self.device.conclude_at(shard.index, seq.slot)
         shard.leave(seq)
         seq.phase = Phase.PAUSED
         shard.paused.append(seq)
@@ -428,11 +473,12 @@ class Engine:
 
     def _set_slot(self, seq: Sequence) -> None:
         """Send the sequence's row to its slot."""
-        rows = empty_rows(self.device.data, self.model.config.vocab_size)
+        rows = self.device.empty_rows(self.device.data)
         fill_row(
             rows, seq.shard, seq.params, seed=seq.seed, stop_ids=seq.stop_ids, limit=seq.limit, prompt=seq.prompt,
             generated=np.asarray(seq.generated, np.int64), position=seq.position,
-            active=seq.phase is Phase.DECODE,
+            active=seq.phase is Phase.DECODE, sources=seq.sources, thinking=seq.thinking,
+            conclude_at=seq.conclude_at,
         )  # fmt: skip
         slots = np.full(self.device.data, -1, np.int32)
         slots[seq.shard] = seq.slot
@@ -440,7 +486,7 @@ class Engine:
 
     # ---- running
 
-    def _dispatch(self, plans: list[Plan], passes: int) -> _Pending:
+    def _dispatch(self, plans: list[Plan], passes: int, layers: Layers) -> _Pending:
         started = time.monotonic()
         prefill = any(plan.chunks for plan in plans)
         kind = "prefill" if prefill else "decode" if passes == 1 else "decode_n"
@@ -448,7 +494,7 @@ class Engine:
         tokens, groups = step_sizes(self.device.engine, prefill)
         for shard, plan in zip(self.shards, plans, strict=True):
             shard.fill(plan, inputs, tokens, groups)
-        result, kept = self.device.run(kind, inputs)
+        result, kept = self.device.run(kind, inputs, layers)
         choosing = [
             (seq, shard.index * shard.slots + seq.slot)
             for shard, plan in zip(self.shards, plans, strict=True)
@@ -488,12 +534,11 @@ class Engine:
         now: float,
     ) -> int:  # fmt: skip
         """Commit what a step chose for `seq`; the number of its new tokens."""
-        tokens = [int(token) for token in result.tokens[:, column] if token >= 0]
-        logprobs = _logprobs(result, column, len(tokens), seq.params.logprobs)
-        digests = [zlib.crc32(logits[column].tobytes())] if logits is not None and seq.params.digest else []
-        features = hidden[column, None].astype(np.float16) if hidden is not None else None
         first, since = not seq.generated, seq.last_token
-        emission = seq.commit(tokens, logprobs, digests, features, now)
+        row = seq.shard * self.device.rows + int(result.first[0, column])
+        wanted = logits if seq.params.digest else None
+        grown = _grown(result, column, row, wanted, hidden, seq.params.logprobs)
+        emission = seq.commit(grown, now)
         if emission is None:
             return 0
         n = len(emission.token_ids)
@@ -502,6 +547,7 @@ class Engine:
                 self.metrics.first_token(now - seq.submitted)
             else:
                 self.metrics.tokens(n, (now - since) / n)
+            self.metrics.drafts(grown.drafted, emission.sources)
         if emission.finish_reason is not None:
             self._end(seq, emission.finish_reason, emission)
         else:
@@ -581,19 +627,29 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _logprobs(result: StepResult, column: int, n: int, wanted: int | None) -> list[TokenLogprob]:
-    if wanted is None:
-        return []
-    return [
-        TokenLogprob(
-            int(result.tokens[i, column]),
-            float(result.logprobs[i, column]),
-            tuple(
-                (int(token), float(logprob))
-                for token, logprob in zip(
-                    result.top_ids[i, column, :wanted], result.top_logprobs[i, column, :wanted], strict=True
-                )
-            ),
-        )
-        for i in range(n)
-    ]
+def _grown(
+    result: StepResult, column: int, row: int, logits: np.ndarray | None, hidden: np.ndarray | None,
+    n_logprobs: int | None,
+) -> Grown:  # fmt: skip
+    """What a step brought for the slot in `column`. `logits` and `hidden` are those of its one pass, the slot's from
+    `row` on."""
+    at = np.argwhere(result.tokens[:, column] >= 0)  # [tokens, 2]: pass, place
+    rows = slice(row, row + len(at))
+    return Grown(
+        tokens=[int(result.tokens[n, column, w]) for n, w in at],
+        sources=[int(result.sources[n, column, w]) for n, w in at],
+        logprobs=[] if n_logprobs is None else [_logprob(result, n, column, w, n_logprobs) for n, w in at],
+        digests=[] if logits is None else [zlib.crc32(row.tobytes()) for row in logits[rows]],
+        features=None if hidden is None else hidden[rows].astype(np.float16),
+        passes=len(set(at[:, 0].tolist())),
+        drafted=int(result.drafted[:, column].sum()),
+    )
+
+
+def _logprob(result: StepResult, n: int, column: int, w: int, wanted: int) -> TokenLogprob:
+    top = zip(result.top_ids[n, column, w, :wanted], result.top_logprobs[n, column, w, :wanted], strict=True)
+    return TokenLogprob(
+        int(result.tokens[n, column, w]),
+        float(result.logprobs[n, column, w]),
+        tuple((int(token), float(logprob)) for token, logprob in top),
+    )

@@ -19,7 +19,9 @@ from ...kernels.attention import GROUP, KVFormat, KVPool
 from ...kernels.backend import Kernels
 from ...model.params import partitions, split_obstacle, with_shardings
 from ...model.trunk import Execution
+from ...kernels.draft import DraftWeights
 from . import step
+from .drafting import Drafter
 from .state import Keep, Kept, StepResult, input_shapes, state_shapes
 
 log = logging.getLogger(__name__)
@@ -28,6 +30,20 @@ COPY_BLOCKS = 8
 """Blocks moved by one call of the copy programs."""
 
 _POOL_SPEC = P("data", None, "model")
+
+
+def cost_entries(engine: EngineConfig, rows: int) -> int:
+    """Entries of the table of what passes cost: one for every number of tokens, prompt chunks included."""
+    return engine.prefill_chunk + rows + 2
+
+
+def drafter_shapes(engine: EngineConfig, rows: int, shadow: DraftWeights | None) -> Drafter | None:
+    """The abstract drafter of an engine, None where nothing is ever drafted."""
+    if shadow is None or rows == engine.slots:
+        return None
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shadow)
+    cost = jax.ShapeDtypeStruct((cost_entries(engine, rows),), np.float32)
+    return Drafter(weights, cost, jax.ShapeDtypeStruct((), np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,27 +150,27 @@ def kv_bytes(config: TrunkConfig, kv: KVFormat) -> int:
 
 
 def step_sizes(engine: EngineConfig, prefill: bool) -> tuple[int, int]:
-    """Tokens and query groups of a step, per data shard: one token of every slot, and a prompt chunk."""
-
-    tile = engine.prefill_tile if prefill else engine.tile
-
-    def whole_tiles(n: int) -> int:
-        return -(-n // tile) * tile
-
+    """Prompt tokens and their query groups in a step, per data shard."""
     if not prefill:
-        return whole_tiles(engine.slots), engine.slots
-    chunk = engine.prefill_chunk
-    return whole_tiles(engine.slots + chunk), 2 * engine.slots + -(-chunk // GROUP)
+        return 0, 0
+    return engine.prefill_chunk, engine.slots + -(-engine.prefill_chunk // GROUP)
+
+
+def step_rows(engine: EngineConfig, platform: str) -> int:
+    """Rows of a pass that choose, per data shard: one of every slot, and the drafted ones."""
+    return engine.slots + engine.drafted_rows(platform)
 
 
 def programs(
-    config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, params: Mapping[str, Any], kernels: Kernels, kv: KVFormat
-) -> list[Program]:
-    """Every program an engine of this configuration runs, in the order it needs them. `params` may be abstract."""
+    config: TrunkConfig, engine: EngineConfig, mesh: Mesh, *, params: Mapping[str, Any], kernels: Kernels, kv: KVFormat,
+    shadow: DraftWeights | None = None,
+) -> list[Program]:  # fmt: skip
+    """Every program an engine of this configuration runs, in the order it needs them. `params` and `shadow` may be
+    abstract; without a shadow nothing is drafted."""
     check_mesh(config, mesh)
     if obstacle := split_obstacle(config, params, mesh.shape["model"]):
         raise ValueError(obstacle)
-    build = _Builder(config, engine, mesh, params, kernels, kv)
+    build = _Builder(config, engine, mesh, params, kernels, kv, shadow)
     listed = [build.passes("prefill", 1, prefill=True), build.passes("decode", 1, prefill=False)]
     passes = engine.passes(mesh.devices.flat[0].platform)
     if passes > 1:
@@ -165,19 +181,22 @@ def programs(
 class _Builder:
     def __init__(
         self, config: TrunkConfig, engine: EngineConfig, mesh: Mesh, params: Mapping[str, Any], kernels: Kernels,
-        kv: KVFormat,
+        kv: KVFormat, shadow: DraftWeights | None,
     ) -> None:  # fmt: skip
         self.config, self.engine, self.mesh, self.kernels = config, engine, mesh, kernels
         self.data = mesh.shape["data"]
-        self.param_specs = partitions(config, params)
-        self.params = with_shardings(config, params, mesh)
+        self.rows = step_rows(engine, mesh.devices.flat[0].platform)
+        drafter = drafter_shapes(engine, self.rows, shadow)
+        self.fixed_specs = step.Fixed(partitions(config, params), None if drafter is None else P())
+        self.fixed = step.Fixed(with_shardings(config, params, mesh), self._abstract(drafter, P()))
         self.state_spec = P("data")
         self.kv = kv
         self.pool = self._blocks(kv, engine.pool_blocks(config, kv_bytes(config, kv)))
         self.contents = self._blocks(kv, COPY_BLOCKS)
         self.pool_spec = jax.tree.map(lambda _: _POOL_SPEC, self.pool)
-        self.state = self._abstract(state_shapes(self.data * engine.slots, config.vocab_size), self.state_spec)
-        self.row = self._abstract(state_shapes(self.data, config.vocab_size), self.state_spec)
+        context = engine.context(config)
+        self.state = self._abstract(state_shapes(self.data * engine.slots, context, config.vocab_size), self.state_spec)
+        self.row = self._abstract(state_shapes(self.data, context, config.vocab_size), self.state_spec)
 
     def _blocks(self, kv: KVFormat, blocks: int) -> KVPool:
         c = self.config
@@ -224,24 +243,25 @@ class _Builder:
         return min(most, self.engine.slots * self.engine.table_width(c))
 
     def passes(self, kind: str, passes: int, *, prefill: bool, hot_blocks: int = 0) -> Program:
-        """(params, pool, state, inputs, layers) -> pool, state, result, kept."""
+        """(fixed, pool, state, inputs, layers) -> pool, state, result, kept."""
         tokens, groups = step_sizes(self.engine, prefill)
         inputs = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
         layers = jax.ShapeDtypeStruct((self.config.n_layers + 1,), np.int32, sharding=NamedSharding(self.mesh, P()))
         spec = self.state_spec
         result = StepResult(*[P(None, "data")] * len(StepResult._fields))  # type: ignore[arg-type]
-        name = f"{kind}_b{self.engine.slots}_t{tokens}" + (f"_n{passes}" if passes > 1 else "")
+        width = tokens + self.rows
+        name = f"{kind}_b{self.engine.slots}_t{width}" + (f"_n{passes}" if passes > 1 else "")
         run = execution(self.config, self.engine, self.mesh, self.kernels, prefill=prefill)
         keep = Keep(self.engine.logits, self.engine.features)
         fn = (
-            functools.partial(step.run_pass, self.config, run, keep)
+            functools.partial(step.run_pass, self.config, run, keep, self.rows)
             if passes == 1
-            else functools.partial(step.run_passes, self.config, run, keep, passes, hot_blocks)
+            else functools.partial(step.run_passes, self.config, run, keep, self.rows, passes, hot_blocks)
         )
         return self._program(
-            name, kind, tokens, fn,
-            (self.params, self.pool, self.state, self._abstract(inputs, spec), layers),
-            (self.param_specs, self.pool_spec, spec, spec, P()),
+            name, kind, width, fn,
+            (self.fixed, self.pool, self.state, self._abstract(inputs, spec), layers),
+            (self.fixed_specs, self.pool_spec, spec, spec, P()),
             (self.pool_spec, spec, result, Kept(spec, spec)), (1, 2),
         )  # fmt: skip
 

@@ -10,9 +10,18 @@ from typing import Literal
 import numpy as np
 
 from ...configs.engine import MAX_TOP_LOGPROBS
+from ...kernels.draft import LOOKUP, SHADOW
+from .thoughts import Thinking
 
 FinishReason = Literal["stop_token", "stop_string", "max_tokens", "context_length", "cancelled", "error"]
 """Why a request ended. `stop_token`: the model's own end (or a stop id); `context_length`: no position left."""
+
+DraftSource = Literal["auto", "off", "lookup", "shadow"]
+DRAFT_SOURCES = ("auto", "off", "lookup", "shadow")
+
+FORCED = 3
+SOURCES = {LOOKUP: "lookup", SHADOW: "shadow", FORCED: "forced"}
+"""Who drafts tokens, by number. Forced ones stand whatever the trunk says: the end of thoughts at their budget."""
 
 MAX_STOP_IDS = 16  # of a request, beside as many of the model's own
 MAX_LOGIT_BIAS = 512
@@ -42,6 +51,11 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: no log-probabilities; k: the chosen token's and the k most likely
     digest: bool = False  # a CRC of every raw row of logits that chose a token
+    draft: DraftSource = "auto"  # where drafted tokens come from; auto: wherever they can
+    relax: float = 0.0  # a drafted token stands if its logit is at most this far below the best; 0: exact
+    layers: tuple[int, ...] | None = None  # the layers that run, ascending; None: all
+    thinking: Thinking | None = None
+    level: str | None = None  # the level that chose the four above, to be reported
 
     def __post_init__(self) -> None:
         """Raises `ValueError` in one sentence that names the parameter, what it got and what is allowed."""
@@ -65,6 +79,11 @@ class SamplingParams:
             raise ValueError(f"logit_bias may name at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}")
         for token, bias in self.logit_bias:
             _between(f"logit_bias of token {token}", bias, -100.0, 100.0)
+        if self.draft not in DRAFT_SOURCES:
+            raise ValueError(f"draft {self.draft!r} is not supported; supported: {', '.join(DRAFT_SOURCES)}")
+        _between("relax", self.relax, 0.0, 100.0)
+        if self.layers is not None and (not self.layers or list(self.layers) != sorted(set(self.layers))):
+            raise ValueError(f"layers must be different layer numbers in ascending order, got {list(self.layers)}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {self.logprobs}")
 
@@ -102,6 +121,8 @@ class Timings:
     total: float
     decode: float  # from the first emission to the last
     passes: int  # trunk passes that emitted tokens
+    drafted: int = 0  # tokens that were drafted for them
+    accepted: tuple[tuple[str, int], ...] = ()  # tokens that stood, by who drafted them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +138,8 @@ class Emission:
     usage: Usage | None = None  # on the last emission
     timings: Timings | None = None  # on the last emission
     error: str | None = None  # one sentence, when finish_reason is "error"
+    thought: str = ""  # like `text`, of what the model writes for itself before the answer
+    sources: tuple[int, ...] = ()  # who drafted each token (SOURCES), 0: the trunk
     features: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """float16 [tokens, D], if the engine keeps them: the hidden state before the final norm that chose each token."""
 

@@ -21,6 +21,10 @@ from .sequence import Phase, Sequence, blocks_for
 from .state import StepInput
 
 
+Layers = tuple[int, ...] | None
+"""The layers that a step runs; None: all."""
+
+
 @dataclasses.dataclass
 class Plan:
     """One step of one shard."""
@@ -35,10 +39,9 @@ class Plan:
 class Shard:
     """Slots and blocks of one data shard, and the sequences that hold them."""
 
-    def __init__(self, index: int, slots: int, blocks: int, root: bytes) -> None:
+    def __init__(self, index: int, slots: int, blocks: int) -> None:
         self.index = index
         self.slots = slots
-        self.root = root  # key that chains of blocks start from
         self.pool = BlockPool(blocks, BLOCK)
         self.free_slots = list(range(slots))
         self.running: list[Sequence] = []  # in order of admission
@@ -94,7 +97,7 @@ class Shard:
         running sequence stays free, so that the next step does not pause this one again."""
         if not self.free_slots:
             return False
-        matched = list(self.pool.match(self.root, known))
+        matched = list(self.pool.match(seq.root, known))
         missing = blocks_for(tokens) - len(matched)
         spare = len(self.running) if missing else 0
         blocks = self.pool.allocate(missing) if missing + spare <= self.pool.available else None
@@ -102,12 +105,12 @@ class Shard:
             self.pool.release(matched)
             return False
         seq.blocks = matched + blocks
-        seq.keys = self._chain(known[: len(matched) * BLOCK])
+        seq.keys = _chain(seq.root, known[: len(matched) * BLOCK])
         return True
 
     def known_tokens(self, seq: Sequence) -> int:
         """Prompt tokens whose KV this shard has."""
-        matched = self.pool.match(self.root, seq.prompt[: (len(seq.prompt) - 1) // BLOCK * BLOCK])
+        matched = self.pool.match(seq.root, seq.prompt[: (len(seq.prompt) - 1) // BLOCK * BLOCK])
         self.pool.release(matched)
         return len(matched) * BLOCK
 
@@ -117,16 +120,10 @@ class Shard:
 
     # ---- published blocks
 
-    def _chain(self, tokens: np.ndarray) -> list[bytes]:
-        keys: list[bytes] = []
-        for start in range(0, len(tokens), BLOCK):
-            keys.append(block_key(keys[-1] if keys else self.root, tokens[start : start + BLOCK]))
-        return keys
-
     def publish(self, seq: Sequence) -> None:
         """Make the blocks that `seq` has filled findable by others. A block is full once its KV is certain."""
         for i in range(len(seq.keys), seq.kv_length // BLOCK):
-            parent = seq.keys[-1] if seq.keys else self.root
+            parent = seq.keys[-1] if seq.keys else seq.root
             tokens = seq.tokens(i * BLOCK, (i + 1) * BLOCK)
             key = block_key(parent, tokens)
             self.pool.publish(seq.blocks[i], key, tokens, parent if i else None)
@@ -137,7 +134,7 @@ class Shard:
         while seq.prefilled % BLOCK == 0 and seq.prefilled + BLOCK < len(seq.prompt):
             i = seq.prefilled // BLOCK
             tokens = seq.prompt[seq.prefilled : seq.prefilled + BLOCK]
-            key = block_key(seq.keys[-1] if seq.keys else self.root, tokens)
+            key = block_key(seq.keys[-1] if seq.keys else seq.root, tokens)
             found = self.pool.lookup(key, tokens)
             if found is None:
                 return
@@ -149,11 +146,11 @@ class Shard:
 
     # ---- the next step
 
-    def plan_chunks(self, budget: int) -> list[tuple[Sequence, int, int]]:
-        """Prompt tokens of the next step, at most `budget`."""
+    def plan_chunks(self, budget: int, layers: Layers) -> list[tuple[Sequence, int, int]]:
+        """Prompt tokens of the next step over `layers`, at most `budget`."""
         chunks = []
         for seq in self.running:
-            if seq.phase is not Phase.PREFILL or budget <= 0:
+            if seq.phase is not Phase.PREFILL or seq.params.layers != layers or budget <= 0:
                 continue
             self.skip_known(seq)
             count = min(budget, len(seq.prompt) - seq.prefilled)
@@ -162,14 +159,11 @@ class Shard:
         return chunks
 
     def fill(self, plan: Plan, inputs: StepInput, tokens: int, groups: int) -> None:
-        """Write the shard's part of the step's input: `tokens` and `groups` are its sizes per shard."""
+        """Write the shard's part of the step's input: `tokens` and `groups` are its prompt sizes per shard."""
         t0, g0, b0 = self.index * tokens, self.index * groups, self.index * self.slots
         t = g = 0
         for seq in plan.decode:
-            inputs.ids[t0 + t], inputs.slots[t0 + t] = -1, seq.slot
-            inputs.starts[g0 + g], inputs.counts[g0 + g] = t, 1
-            inputs.sample_at[b0 + seq.slot] = t
-            t, g = t + 1, g + 1
+            inputs.decodes[b0 + seq.slot] = True
         for seq, first, count in plan.chunks:
             at = slice(t0 + t, t0 + t + count)
             inputs.ids[at] = seq.prompt[first : first + count]
@@ -180,11 +174,11 @@ class Shard:
                 g += 1
             t += count
             if first + count == len(seq.prompt):
-                inputs.sample_at[b0 + seq.slot] = t - 1
+                inputs.last[b0 + seq.slot] = t - 1
         for seq in [*plan.decode, *(chunk[0] for chunk in plan.chunks)]:
             inputs.tables[b0 + seq.slot, : len(seq.blocks)] = seq.blocks
-        chosen = np.flatnonzero(inputs.sample_at[b0 : b0 + self.slots] >= 0)
-        inputs.sizes[self.index] = t, g, chosen[-1] + 1 if len(chosen) else 0
+            inputs.capacity[b0 + seq.slot] = len(seq.blocks) * BLOCK
+        inputs.sizes[self.index] = t, g
 
     def dispatched(self, plan: Plan, passes: int) -> list[Sequence]:
         """Account for a dispatched step; the sequences that may have chosen a token in it."""
@@ -199,3 +193,11 @@ class Shard:
                 seq.in_flight += 1
                 choosing.append(seq)
         return choosing
+
+
+def _chain(root: bytes, tokens: np.ndarray) -> list[bytes]:
+    """Keys of the full blocks that hold `tokens`."""
+    keys: list[bytes] = []
+    for start in range(0, len(tokens), BLOCK):
+        keys.append(block_key(keys[-1] if keys else root, tokens[start : start + BLOCK]))
+    return keys

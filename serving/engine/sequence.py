@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 
-from ...configs.engine import BLOCK
+from ...configs.engine import BLOCK, MAX_DRAFT
 from ...kernels.attention import KVPool
-from .request import Emission, FinishReason, SamplingParams, Sink, Timings, TokenLogprob, Usage
-from .text import TextStream
+from .request import SOURCES, Emission, FinishReason, SamplingParams, Sink, Timings, TokenLogprob, Usage
+from .thoughts import Channels, ThoughtEnd
 
 
 class Phase(enum.Enum):
@@ -20,6 +20,19 @@ class Phase(enum.Enum):
     DECODE = "decode"  # has a slot; the whole prompt was dispatched
     PAUSED = "paused"  # preempted; its KV is in host memory
     DONE = "done"
+
+
+@dataclasses.dataclass
+class Grown:
+    """What one step brought for one sequence."""
+
+    tokens: list[int]
+    sources: list[int]
+    logprobs: list[TokenLogprob]
+    digests: list[int]
+    features: np.ndarray | None
+    passes: int  # that brought tokens
+    drafted: int  # tokens tried in them
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,7 +47,9 @@ class Sequence:
     limit: int  # last position that may be generated
     limit_reason: FinishReason
     sink: Sink
-    text: TextStream | None
+    text: Channels | None
+    root: bytes  # key that its chain of blocks starts from: same namespace, model and layers
+    sources: int  # where its drafts may come from, 0: nowhere
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
     phase: Phase = Phase.WAITING
@@ -46,12 +61,24 @@ class Sequence:
     prefilled: int = 0  # prompt tokens whose KV exists or is being written by a dispatched step
     cached: int = 0  # of these, tokens found in the pool
     in_flight: int = 0  # passes dispatched for it that may choose a token and were not read yet
+    conclude_at: int | None = None  # where the conclusion of its thoughts begins, known while paused
     saved: list[KVPool] = dataclasses.field(default_factory=list)  # contents of its blocks while paused
     resume_as: Phase = Phase.PREFILL
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
     passes: int = 0
+    drafted: int = 0
+    accepted: dict[int, int] = dataclasses.field(default_factory=dict)  # by source
+
+    def __post_init__(self) -> None:
+        how = self.params.thinking
+        self._end = ThoughtEnd(how.close) if how is not None else None
+
+    @property
+    def width(self) -> int:
+        """Tokens that one pass can add to it."""
+        return 1 + MAX_DRAFT if self.sources or self.params.thinking is not None else 1
 
     @property
     def position(self) -> int:
@@ -59,14 +86,19 @@ class Sequence:
         return len(self.prompt) + len(self.generated) - 1
 
     @property
-    def next_write(self) -> int:
-        """Position whose KV the next decode pass would write."""
-        return self.position + self.in_flight
+    def furthest(self) -> int:
+        """The last position that it can have reached when what is in flight is done."""
+        return self.position + self.in_flight * self.width
 
     @property
     def exhausted(self) -> bool:
-        """Whether the passes in flight already reach the limit."""
-        return self.next_write >= self.limit
+        """Whether the passes in flight reach the limit, if each brings no more than one token."""
+        return self.position + self.in_flight >= self.limit
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the next token is a thought."""
+        return self._end is not None and not self._end.ended
 
     @property
     def kv_length(self) -> int:
@@ -82,52 +114,65 @@ class Sequence:
         head = self.prompt[start:] if start < n else self.prompt[:0]
         return np.concatenate([head, np.asarray(self.generated[max(start - n, 0) : stop - n], np.int32)])
 
-    def commit(
-        self,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob],
-        digests: list[int],
-        features: np.ndarray | None,
-        now: float,
-    ) -> Emission | None:
-        """Take the tokens of one read step; the emission says whether the request has ended. None: no tokens."""
+    def commit(self, grown: Grown, now: float) -> Emission | None:
+        """Take what one read step brought; the emission says whether the request has ended. None: no tokens."""
+        token_ids = grown.tokens
         if not token_ids:
             return None
         reason: FinishReason | None = None
         for n, token in enumerate(token_ids, 1):
-            at_limit = self.position + n >= self.limit
-            if token in self.stop_ids or at_limit:
-                reason = "stop_token" if token in self.stop_ids else self.limit_reason
+            thought = self.thinking  # an end id among thoughts is part of their conclusion
+            if self._end is not None and thought:
+                self._end.push(token)
+            if token in self.stop_ids and not thought:
+                reason = "stop_token"
+            elif self.position + n >= self.limit:
+                reason = self.limit_reason
+            if reason is not None:
                 token_ids = token_ids[:n]
                 break
-        text = ""
+        thoughts = text = ""
         if self.text is not None:
-            text, stop_at = self.text.push(token_ids)
+            thoughts, text, stop_at = self.text.push(token_ids)
             if stop_at is not None:
                 token_ids, reason = token_ids[: stop_at + 1], "stop_string"
         n = len(token_ids)
         self.generated += token_ids
-        self.passes += n  # one token a pass
+        self._account(grown, n)
         self.first_token = self.first_token or now
         self.last_token = now
-        return Emission(text, tuple(token_ids), tuple(logprobs[:n]), tuple(digests[:n]), reason, features=features)
+        return Emission(
+            text, tuple(token_ids), tuple(grown.logprobs[:n]), tuple(grown.digests[:n]), reason, thought=thoughts,
+            sources=tuple(grown.sources[:n]), features=None if grown.features is None else grown.features[:n],
+        )  # fmt: skip
+
+    def _account(self, grown: Grown, tokens: int) -> None:
+        self.passes += grown.passes
+        self.drafted += grown.drafted
+        for source in grown.sources[:tokens]:
+            if source:
+                self.accepted[source] = self.accepted.get(source, 0) + 1
 
     def close(self, reason: FinishReason, emission: Emission, error: str | None = None) -> Emission:
         """The last emission: `emission` with the held-back text, usage and timings."""
         now = time.monotonic()
-        rest = self.text.finish() if self.text is not None else ""
+        thought, rest = self.text.finish() if self.text is not None else ("", "")
+        thoughts = self.text.thought_tokens if self.text is not None else 0
         self.phase = Phase.DONE
         return dataclasses.replace(
             emission,
             text=emission.text + rest,
+            thought=emission.thought + thought,
             finish_reason=reason,
-            usage=Usage(len(self.prompt), len(self.generated), self.cached),
+            usage=Usage(len(self.prompt), len(self.generated), self.cached, thoughts),
             timings=Timings(
                 queued=(self.admitted or now) - self.submitted,
                 ttft=(self.first_token or now) - self.submitted,
                 total=now - self.submitted,
                 decode=self.last_token - self.first_token,
                 passes=self.passes,
+                drafted=self.drafted,
+                accepted=tuple((SOURCES[source], n) for source, n in sorted(self.accepted.items())),
             ),
             error=error,
         )

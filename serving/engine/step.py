@@ -1,117 +1,229 @@
 """The step: everything between two hand-overs to the host, as pure functions of arrays.
 
 A step embeds its tokens, runs the trunk over them (prompt chunks and decode rows side by side), takes logits where a
-token is needed, chooses, and updates the slots. It runs inside `shard_map`: all arrays are this device's part.
+token is needed, chooses, keeps the drafted tokens that are what was chosen, updates the slots, and drafts the next
+tokens. It runs inside `shard_map`: all arrays are this device's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from ...configs.engine import MAX_DRAFT
 from ...configs.trunk import TrunkConfig
-from ...kernels.attention import KVPool, Queries
-from ...kernels.sample import Choice, choose_rows
+from ...kernels.attention import KVPool
+from ...kernels.sample import Choice, accept, choose_rows
 from ...model.trunk import Execution, Trunk
+from .drafting import Drafter, draft_next
+from .layout import Layout, lay_out
 from .state import Keep, Kept, SlotState, StepInput, StepResult
+from .thoughts import MAX_CLOSE_TOKENS
 
 Params = Mapping[str, Any]
 Output = tuple[KVPool, SlotState, StepResult, Kept]
 """Pool and slots, updated; what was chosen; and from what."""
 
 
+class Fixed(NamedTuple):
+    """Arrays that a step reads and never changes."""
+
+    params: Params
+    drafter: Drafter | None
+    """None: nothing is ever drafted."""
+
+
 def run_pass(
-    config: TrunkConfig, run: Execution, keep: Keep, params: Params, pool: KVPool, state: SlotState,
+    config: TrunkConfig, run: Execution, keep: Keep, rows: int, fixed: Fixed, pool: KVPool, state: SlotState,
     inputs: StepInput, layers: jax.Array, hot: Any = None,
 ) -> Output:  # fmt: skip
-    """One trunk pass. `layers` int32 `[L + 1]`: how many layers run, then their indices, in order. `hot` holds copies
-    of some of the pool's blocks."""
-    trunk = Trunk(config, params)
-    from_slot = inputs.ids < 0
-    at_slot = jnp.where(state.active, state.position, -1)
-    ids = jnp.where(from_slot, state.token[inputs.slots], inputs.ids)
-    positions = jnp.where(from_slot, at_slot[inputs.slots], inputs.positions)
-    n_tokens, n_groups, n_rows = inputs.sizes[0]
-    queries = Queries(inputs.slots, positions, n_tokens, inputs.starts, inputs.counts, n_groups, inputs.tables)
-    x, pool = trunk(ids, queries, pool, layers[1:], layers[0], run, hot)
+    """One trunk pass, with at most `rows` rows that choose. `layers` int32 `[L + 1]`: how many layers run, then their
+    indices, in order. `hot` holds copies of some of the pool's blocks."""
+    trunk = Trunk(config, fixed.params)
+    place = lay_out(state, inputs, fixed.drafter, rows, run.tile)
+    x, pool = trunk(place.ids, place.queries, pool, layers[1:], layers[0], run, hot)
 
-    source = jnp.maximum(inputs.sample_at, 0)
-    chosen_at = jnp.where(inputs.sample_at >= 0, positions[source] + 1, 0)  # 0: chooses nothing
-    hidden = x[source]
-    choice, logits = _choose(trunk, run, keep.logits, hidden, n_rows, state, chosen_at)
-    state = _advance(state, choice, chosen_at)
+    hidden = x[place.source]
+    choice, logits = _choose(trunk, run, keep.logits, hidden, state, place)
+    state, grown = _advance(state, place, choice)
+    if fixed.drafter is not None:
+        last = hidden[jnp.minimum(place.first + grown.count - 1, rows - 1)]
+        state = draft_next(fixed.drafter, run.kernels.draft, state, last, grown.count > 0)
     result = StepResult(
-        tokens=jnp.where(chosen_at > 0, choice.token, -1)[None],
-        logprobs=choice.logprob[None],
-        top_ids=choice.top_ids[None],
-        top_logprobs=choice.top_logprobs[None],
+        tokens=grown.tokens[None],
+        sources=grown.sources[None],
+        drafted=place.n_drafts[None],
+        first=place.first[None],
+        logprobs=choice.logprob[grown.rows][None],
+        top_ids=choice.top_ids[grown.rows][None],
+        top_logprobs=choice.top_logprobs[grown.rows][None],
     )
     return pool, state, result, Kept(logits, hidden if keep.hidden else hidden[:, :0])
 
 
 def _choose(
-    trunk: Trunk, run: Execution, keep_logits: bool, x: jax.Array, n_rows: jax.Array, state: SlotState,
-    chosen_at: jax.Array,
-) -> tuple[Choice, jax.Array]:  # fmt: skip
-    """What the slots choose, from their hidden states `x` `[B, D]`, of which the first `n_rows` count.
+    trunk: Trunk, run: Execution, keep_logits: bool, x: jax.Array, state: SlotState, place: Layout
+) -> tuple[Choice, jax.Array]:
+    """What the rows choose, from their hidden states `x` `[R, D]`.
 
     Logits are in memory only when somebody wants them: to keep, or for more than the most likely token.
     """
-    slots = len(chosen_at)
-    padding = -slots % run.head_tile if run.head_tile else 0
+    rows = len(x)
+    padding = -rows % run.head_tile if run.head_tile else 0
     x = jnp.pad(x, ((0, padding), (0, 0)))
-    choosing = chosen_at > 0
+    choosing = place.chosen_at > 0
 
     def from_logits() -> tuple[Choice, jax.Array]:
-        logits = trunk.logits(x, n_rows, run)[:slots]
-        return choose_rows(logits, state.rows(chosen_at), choosing, backend=run.kernels.sample), logits
+        logits = trunk.logits(x, place.n_rows, run)[:rows]
+        how = state.rows(place.slots, place.chosen_at, place.before)
+        choice = choose_rows(logits, how, choosing, backend=run.kernels.sample)
+        return _relaxed(choice, logits, state.relax[place.slots], place.draft), logits
 
     if keep_logits:
         return from_logits()
 
     def most_likely() -> Choice:
-        tokens = trunk.greedy(x, n_rows, run)[:slots]
-        return Choice.none(slots)._replace(token=jnp.where(choosing, tokens, 0))
+        tokens = trunk.greedy(x, place.n_rows, run)[:rows]
+        return Choice.none(rows)._replace(token=jnp.where(choosing, tokens, 0))
 
-    choice = lax.cond(jnp.any(choosing & ~state.plain), lambda: from_logits()[0], most_likely)
-    return choice, jnp.zeros((slots, 0), jnp.float32)
+    everything = jnp.any(choosing & ~state.plain[place.slots])
+    choice = lax.cond(everything, lambda: from_logits()[0], most_likely)
+    return choice, jnp.zeros((rows, 0), jnp.float32)
 
 
-def _advance(state: SlotState, choice: Choice, chosen_at: jax.Array) -> SlotState:
-    """The slots after their choices; a slot ends at a stop id or at its limit."""
-    chose = chosen_at > 0
-    stopped = (state.stop_ids == choice.token[:, None]).any(-1) | (chosen_at >= state.limit)
-    slots = jnp.arange(len(chosen_at))
-    return state._replace(
-        token=jnp.where(chose, choice.token, state.token),
-        position=jnp.where(chose, chosen_at, state.position),
-        active=jnp.where(chose, ~stopped, state.active),
-        counts=state.counts.at[slots, choice.token].add(jnp.where(chose, 2, 0)),
+def _relaxed(choice: Choice, logits: jax.Array, margin: jax.Array, draft: jax.Array) -> Choice:
+    """The choice, or the drafted token `draft` `[R]` (-1: none) where its logit is at most `margin` `[R]` below that
+    of the choice: what is not exact, and was asked for."""
+
+    def relaxed() -> Choice:
+        rows = jnp.arange(len(draft))
+        enough = logits[rows, jnp.maximum(draft, 0)] >= logits[rows, choice.token] - margin
+        return choice._replace(token=jnp.where((margin > 0) & (draft >= 0) & enough, draft, choice.token))
+
+    return lax.cond(jnp.any(margin > 0), relaxed, lambda: choice)
+
+
+class _Grown(NamedTuple):
+    """What the slots' answers grew by: the first `count` `[B]` of `tokens` `[B, W]`."""
+
+    tokens: jax.Array  # int32 [B, W], -1 after them
+    sources: jax.Array  # int32 [B, W]
+    rows: jax.Array  # int32 [B, W]: the row that chose each
+    count: jax.Array  # int32 [B]
+
+
+def _advance(state: SlotState, place: Layout, choice: Choice) -> tuple[SlotState, _Grown]:
+    """The slots after their choices, and what they grew by. A slot ends at a stop id or at its limit."""
+    places = jnp.arange(1 + MAX_DRAFT)
+    rows = jnp.minimum(place.first[:, None] + places, len(place.source) - 1)  # [B, W]
+    at = place.begin[:, None] + places
+    state, tokens, n_accepted, closed = _conclude(state, place, choice.token[rows], at)
+
+    stops = (state.stop_ids[:, None] == tokens[..., None]).any(-1) & ~state.thinking[:, None]
+    ends = stops | (at >= state.limit[:, None])
+    chose = place.n_chosen > 0
+    count = jnp.where(chose, jnp.minimum(n_accepted, _first(ends | closed)) + 1, 0)
+    new = places < count[:, None]
+    last = jnp.maximum(count - 1, 0)
+    ended = jnp.take_along_axis(ends, last[:, None], 1)[:, 0]
+    done = jnp.take_along_axis(closed, last[:, None], 1)[:, 0]
+    token = jnp.take_along_axis(tokens, last[:, None], 1)[:, 0]
+    drafted = jnp.pad(state.draft_sources, ((0, 0), (0, 1)))
+    grown = _Grown(
+        tokens=jnp.where(new, tokens, -1),
+        sources=jnp.where(new & (places < n_accepted[:, None]), drafted, 0),
+        rows=rows,
+        count=count,
     )
+    slots = jnp.broadcast_to(jnp.arange(len(count))[:, None], new.shape)
+    positions = jnp.where(new, at, state.history.shape[1])  # out of bounds: dropped
+    return state._replace(
+        token=jnp.where(chose, token, state.token),
+        position=jnp.where(chose, place.begin + last, state.position),
+        active=jnp.where(chose, ~ended, state.active),
+        counts=state.counts.at[slots, jnp.maximum(tokens, 0)].add(jnp.where(new, 2, 0)),
+        history=state.history.at[slots, positions].set(tokens, mode="drop"),
+        n_drafts=jnp.where(chose, 0, state.n_drafts),
+        thinking=state.thinking & ~(chose & done),
+    ), grown
+
+
+def _conclude(
+    state: SlotState, place: Layout, tokens: jax.Array, at: jax.Array
+) -> tuple[SlotState, jax.Array, jax.Array, jax.Array]:
+    """Ends thoughts: the slots, the tokens `[B, W]` chosen at positions `at` with those of a conclusion in their
+    places, how many drafts stand `[B]`, and after which tokens thoughts are over `[B, W]`.
+
+    At its end id a model that thinks goes over to the conclusion, as it does at the budget.
+    """
+
+    def accepted(tokens: jax.Array) -> jax.Array:
+        return accept(state.drafts, place.n_drafts, tokens)
+
+    def thinking() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        written = _written(state, tokens, at)
+        stops = (state.stop_ids[:, None] == written[..., None]).any(-1) & state.thinking[:, None]
+        first = _first(stops)
+        real = (first <= accepted(written)) & (place.n_chosen > 0)
+        conclude_at = jnp.where(real, jnp.minimum(state.conclude_at, place.begin + first), state.conclude_at)
+        written = _written(state._replace(conclude_at=conclude_at), tokens, at)
+        return conclude_at, written, accepted(written), _closed(state, written, at)
+
+    def plain() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        return state.conclude_at, tokens, accepted(tokens), jnp.zeros(tokens.shape, bool)
+
+    conclude_at, tokens, n, closed = lax.cond(jnp.any(state.thinking), thinking, plain)
+    return state._replace(conclude_at=conclude_at), tokens, n, closed
+
+
+def _written(state: SlotState, tokens: jax.Array, at: jax.Array) -> jax.Array:
+    """`tokens` `[B, W]` at positions `at`, with the conclusion in the place of those it covers."""
+    index = at - state.conclude_at[:, None]
+    concluded = jnp.take_along_axis(state.conclude, jnp.clip(index, 0, state.conclude.shape[1] - 1), 1)
+    inside = state.thinking[:, None] & (index >= 0) & (index < state.conclude.shape[1]) & (concluded >= 0)
+    return jnp.where(inside, concluded, tokens)
+
+
+def _closed(state: SlotState, tokens: jax.Array, at: jax.Array) -> jax.Array:
+    """Whether a sequence that ends thoughts is the end of the generated ids with each of `tokens`; bool [B, W]."""
+    n = MAX_CLOSE_TOKENS - 1
+    before = at[:, :1] - n + jnp.arange(n)
+    known = jnp.take_along_axis(state.history, jnp.clip(before, 0, state.history.shape[1] - 1), 1)
+    text = jnp.concatenate([jnp.where(before >= state.begin[:, None], known, -2), tokens], axis=1)
+    ends = jnp.stack([text[:, w : w + n + 1] for w in range(tokens.shape[1])], axis=1)  # [B, W, n + 1]
+    close = state.close[:, None]  # [B, 1, C, n + 1]
+    same = ((close == ends[:, :, None]) | (close < 0)).all(-1) & (close[..., -1] >= 0)
+    return same.any(-1) & state.thinking[:, None]
+
+
+def _first(marks: jax.Array) -> jax.Array:
+    """Index of the first mark of each row `[B, W]`, W if there is none; int32 [B]."""
+    return jnp.where(marks.any(-1), marks.argmax(-1), marks.shape[-1]).astype(jnp.int32)
 
 
 def run_passes(
-    config: TrunkConfig, run: Execution, keep: Keep, passes: int, hot_blocks: int, params: Params, pool: KVPool,
-    state: SlotState, inputs: StepInput, layers: jax.Array,
+    config: TrunkConfig, run: Execution, keep: Keep, rows: int, passes: int, hot_blocks: int, fixed: Fixed,
+    pool: KVPool, state: SlotState, inputs: StepInput, layers: jax.Array,
 ) -> Output:  # fmt: skip
     """`passes` decode passes in one device loop. Slots that end in between sit out the rest.
 
     Copies of `hot_blocks` blocks stay on a TPU's chip for all passes. They are full: no pass writes to them.
     """
-    slots = len(inputs.sample_at)
+    slots = len(inputs.last)
     hot = _stage(pool, state, inputs, hot_blocks) if hot_blocks else None
 
     def body(n: jax.Array, output: Output) -> Output:
         pool, state, results, _ = output
-        pool, state, result, kept = run_pass(config, run, keep, params, pool, state, inputs, layers, hot)
+        pool, state, result, kept = run_pass(config, run, keep, rows, fixed, pool, state, inputs, layers, hot)
         results = jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, n, 0), results, result)
         return pool, state, results, kept
 
-    kept = Kept.empty(keep, slots, config.vocab_size, config.d_model)
+    kept = Kept.empty(keep, rows, config.vocab_size, config.d_model)
     return lax.fori_loop(0, passes, body, (pool, state, StepResult.empty(passes, slots), kept))
 
 
@@ -119,7 +231,7 @@ def _stage(pool: KVPool, state: SlotState, inputs: StepInput, blocks: int) -> An
     """Copies of up to `blocks` blocks of the sequences that run, on the chip."""
     from ...kernels.attention import tpu_hot
 
-    runs = state.active & (inputs.sample_at >= 0)
+    runs = state.active & inputs.decodes
     return tpu_hot.stage(pool, inputs.tables, jnp.where(runs, state.position, 0), blocks)
 
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from ...configs.levels import MAX_CLOSE, MAX_CLOSE_TOKENS, MAX_CONCLUDE_TOKENS
 from .text import TextStream
-
-MAX_CLOSE = 4  # sequences that end thoughts
-MAX_CLOSE_TOKENS = 8  # tokens of one of them
-MAX_CONCLUDE_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True)

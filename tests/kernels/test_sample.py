@@ -13,14 +13,14 @@ from umbra.kernels.sample import RowParams, accept, choice_seed, choose_rows, gu
 
 INF, NAN = np.inf, np.nan
 DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32, "counts": np.int32, "bias_ids": np.int32}
-DTYPES["n_logprobs"] = np.int32
+DTYPES |= {"n_logprobs": np.int32, "slot": np.int32, "drafted": np.int32}
 
 
 def row_params(vocab, **values):
     defaults = dict(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0,
-        seed=seed_words(7), position=5, counts=np.zeros(vocab), bias_ids=np.full(8, -1), bias_values=np.zeros(8),
-        n_logprobs=-1,
+        seed=seed_words(7), position=5, counts=np.zeros(vocab), slot=0, drafted=[-1], bias_ids=np.full(8, -1),
+        bias_values=np.zeros(8), n_logprobs=-1,
     )  # fmt: skip
     values = defaults | values
     return RowParams(**{name: jnp.asarray(value, DTYPES.get(name, np.float32)) for name, value in values.items()})
@@ -35,8 +35,14 @@ def bias(pairs, width=8):
 
 @pytest.fixture(scope="module")
 def choose_many(cpu_backend):
-    """`choose_rows` of every backend: logits [B, V] and rows with a leading axis."""
-    return jax.jit(lambda logits, rows: choose_rows(logits, rows, jnp.ones(len(logits), bool), backend=cpu_backend))
+    """`choose_rows` of every backend: logits [R, V] and rows with a leading axis, each of a slot of its own."""
+
+    @jax.jit
+    def run(logits, rows):
+        rows = rows._replace(slot=jnp.arange(len(logits)))
+        return choose_rows(logits, rows, jnp.ones(len(logits), bool), backend=cpu_backend)
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ alone = jax.jit(choose)
 
 
 def batch(rows, vocab, seed):
-    """Random logits and a random mix of options, stacked over rows."""
+    """Random logits and a random mix of options, stacked over rows; each of a slot of its own."""
     rng = np.random.default_rng(seed)
     pick = lambda values: jnp.asarray(rng.choice(values, rows), np.float32)  # noqa: E731
     params = RowParams(
@@ -29,6 +29,8 @@ def batch(rows, vocab, seed):
         seed=jnp.asarray(rng.integers(0, 2**32, (rows, 2), dtype=np.uint32)),
         position=jnp.asarray(rng.integers(0, 100_000, rows), jnp.int32),
         counts=jnp.asarray(rng.integers(0, 9, (rows, vocab)), jnp.int32),
+        slot=jnp.arange(rows),
+        drafted=jnp.asarray(rng.integers(-1, min(vocab, 6), (rows, 4)), jnp.int32),
         bias_ids=jnp.asarray([rng.choice([[1, 3, -1], [-1, -1, -1]]) for _ in range(rows)], jnp.int32),
         bias_values=jnp.asarray(rng.normal(size=(rows, 3)), jnp.float32),
         n_logprobs=jnp.asarray(rng.choice([-1, 0, 4], rows), jnp.int32),
@@ -146,6 +148,30 @@ def test_odd_rows_give_the_bits_of_the_reference(run, vocab, seed):
 
 
 @every_instruction_set
+@pytest.mark.parametrize("drafts", [1, 5])
+def test_drafted_tokens_count_as_generated(run, drafts):
+    """Rows of one slot in one pass choose as they would one pass after the other, with the counts of then."""
+    vocab, rows = 61, 9
+    logits, params = odd_batch(rows, vocab, drafts)
+    _, all_penalised = batch(rows, vocab, 3)
+    rng = np.random.default_rng(drafts)
+    for base in (params, all_penalised._replace(frequency=jnp.full(rows, 0.3, jnp.float32))):
+        slots = np.array([0, 0, 0, 3, 3, 1, 0, 2, 2])
+        drafted = rng.integers(-1, 4, (rows, drafts)).astype(np.int32)  # few tokens: the same ones often
+        counts = np.asarray(base.counts)[:4]
+        rows_of_slots = base._replace(counts=jnp.asarray(counts), slot=jnp.asarray(slots), drafted=jnp.asarray(drafted))
+        got = run(logits, rows_of_slots, jnp.ones(rows, bool))
+        assert_same_bits(jax.jit(loop)(logits, rows_of_slots), got)
+        then = counts[slots]
+        for r, draft in np.argwhere(drafted >= 0):
+            then[r, drafted[r, draft]] += 2
+        one_after_the_other = base._replace(
+            counts=jnp.asarray(then), slot=jnp.arange(rows), drafted=jnp.full((rows, drafts), -1, jnp.int32)
+        )
+        assert_same_bits(run(logits, one_after_the_other, jnp.ones(rows, bool)), got)
+
+
+@every_instruction_set
 @pytest.mark.parametrize("vocab", [49152, 151936])
 def test_large_vocabularies_give_the_bits_of_the_reference(run, vocab):
     logits, params = batch(6, vocab, vocab)
@@ -188,3 +214,5 @@ def test_the_native_call_refuses_wrong_shapes():
     logits, params = batch(2, 10, 0)
     with pytest.raises(jax.errors.JaxRuntimeError, match="umbra_sample: a field does not have the shape"):
         jax.block_until_ready(loop(logits, params._replace(counts=params.counts[:, :5]), "cpu"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="umbra_sample: a field does not have the shape"):
+        jax.block_until_ready(loop(logits, params._replace(drafted=params.drafted[:1]), "cpu"))

@@ -386,7 +386,7 @@ def test_a_server_that_is_not_there_is_an_error_of_every_request():
     ("argv", "message"),
     [
         ([], "the following arguments are required"),
-        (["levels"], "'levels'.*decode.*prefill.*batch.*serve"),
+        (["level"], "'level'.*decode.*prefill.*batch.*serve"),
         (
             ["decode", "--against", "vllm"],
             "cannot compare with 'vllm'; supported: llama.cpp, .*transformers, xla",
@@ -394,6 +394,12 @@ def test_a_server_that_is_not_there_is_an_error_of_every_request():
         (["serve", "--against", "transformers"], "serve cannot compare with 'transformers'; supported: llama.cpp"),
         (["decode", "--max-tokens", "10"], "at least 64, got 10"),
         (["decode", "--draft", "lookup"], "--draft: 'lookup' is not supported; supported: off"),
+        (["decode", "--against", "fixed-16"], "supported: .*off, lookup, shadow, auto, fixed-N$"),
+        (["decode", "--against", "llama.cpp", "--temperature", "1"], "--against then supports off, .*fixed-N"),
+        (["flat", "--max-tokens", "300"], "flat needs --max-tokens of at least 400"),
+        (["flat", "--against", "llama.cpp"], "flat cannot compare with 'llama.cpp'; supported: off"),
+        (["prefill", "--against", "off"], "prefill cannot compare with 'off'"),
+        (["skips", "--mesh", "data=2,model=1"], "skips runs on one device"),
         (["decode", "--sequences", "2"], "unrecognized arguments: --sequences"),
         (["decode", "--rounds", "0"], "whole number of at least 1, got '0'"),
         (["serve", "--rate", "nan"], "must be a number above 0, got 'nan'"),

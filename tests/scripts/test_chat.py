@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 
 import httpx
 import pytest
@@ -18,10 +19,12 @@ class Backend:
     def __init__(self, *answers):
         self.answers = list(answers)
         self.asked = []
+        self.thinking = []
         self.left_early = False
 
-    def answer(self, messages):
+    def answer(self, messages, think):
         self.asked.append(list(messages))
+        self.thinking.append(str(think))
         given = self.answers.pop(0)
         try:
             for piece in given:
@@ -123,6 +126,25 @@ def test_cut_off_answers_say_so(monkeypatch):
     assert "at the token limit" in notes and "the context is full" in notes
 
 
+THOUGHTS = [Piece("", 2, thought="Hm, "), Piece("", 1, thought="\x1b[2Jso."), Piece("5", 1)]
+
+
+def test_thoughts_are_notes_and_not_part_of_the_conversation(monkeypatch):
+    backend = Backend([*THOUGHTS, Piece("!", 2, "stop_token", 6, thought_tokens=3)], text("B"))
+    out, notes, _ = chat(monkeypatch, backend, "one", "two")
+    assert out == "5!\nB\n" and "Hm, [2Jso.\n\n6 tokens (3 of thought)" in notes
+    assert backend.asked[1][1] == {"role": "assistant", "content": "5!"}
+
+
+def test_thinking_is_set_by_a_command(monkeypatch):
+    backend = Backend(*(text("A") for _ in range(5)))
+    lines = ["1", "/think low", "2", "/think 300", "3", "/think", "/think adaptive", "4", "/think a lot"]
+    _, notes, _ = chat(monkeypatch, backend, *lines, "/think off", "5")
+    assert backend.thinking == ["off", "low", "300 tokens", "adaptive", "off"]
+    assert notes.count("thinking is 300 tokens") == 2
+    assert "/think: 'a lot' is not supported; supported: off, adaptive, none, minimal, low" in notes
+
+
 def test_speed_leaves_the_first_piece_out(monkeypatch):
     now = iter([0.0, 1.0, 2.0, 3.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
@@ -132,18 +154,20 @@ def test_speed_leaves_the_first_piece_out(monkeypatch):
     assert str(speed) == "6 tokens, 1.0 tokens/s, first after 1000 ms"
 
 
-def served(monkeypatch, models, *lines):
+def served(monkeypatch, models, *lines, argv=(), bodies=None):
     """The exit code of one question to a server that sends these bodies; a test looks at what was printed."""
 
     def handle(request):
         if request.url.path == "/v1/models":
             return httpx.Response(200, content=models)
+        if bodies is not None:
+            bodies.append(json.loads(request.content))
         return httpx.Response(200, content="".join(f"data: {line}\n\n" for line in lines))
 
     client = functools.partial(httpx.Client, transport=httpx.MockTransport(handle))
     monkeypatch.setattr("umbra.scripts.chat.httpx.Client", client)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
-    return main(["--url", "http://server"])
+    return main(["--url", "http://server", *argv])
 
 
 MODELS = '{"data": [{"id": "m"}]}'
@@ -162,7 +186,10 @@ def test_a_server_with_odd_models(monkeypatch, capsys, models):
     ["", "x", "5", "[]", "{}", "[" * 100_000, '{"choices": 5}', '{"choices": [5]}', '{"choices": [{}]}',
      '{"choices": [{"delta": null}]}', '{"choices": [{"delta": {"content": 5}}]}', '{"error": "no"}',
      '{"choices": [{"delta": {}, "finish_reason": 5}]}', '{"choices": [], "usage": 5}',
-     '{"choices": [], "usage": {"completion_tokens": "many"}}'],
+     '{"choices": [], "usage": {"completion_tokens": "many"}}',
+     '{"choices": [{"delta": {"reasoning_content": 5}}]}',
+     '{"choices": [], "usage": {"completion_tokens": 1, "completion_tokens_details": {"reasoning_tokens": "some"}}}',
+     '{"choices": [], "usage": {"completion_tokens": 1, "completion_tokens_details": 5}}'],
 )  # fmt: skip
 def test_a_server_with_odd_answers(monkeypatch, capsys, line):
     assert served(monkeypatch, MODELS, TEXT, line) == 1
@@ -177,13 +204,40 @@ def test_a_server_that_sends_no_usage(monkeypatch, capsys, lines):
     assert out == "A\n" and "cut off: at the token limit" in err
 
 
+def test_what_a_server_is_asked_and_its_thoughts(monkeypatch, capsys):
+    bodies = []
+    thought = '{"choices": [{"delta": {"reasoning_content": "Hm."}}]}'
+    used = '{"choices": [], "usage": {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 8}}}'
+    for argv in ([], ["--think", "low"], ["--think", "off"], ["--level", "low"], ["--level", "high", "--think", "-1"]):
+        assert served(monkeypatch, MODELS, thought, TEXT, END, used, "[DONE]", argv=argv, bodies=bodies) == 0
+        out, err = capsys.readouterr()
+        assert out == "A\n" and err.startswith("Hm.\n\n9 tokens (8 of thought)")
+    names = ("level", "reasoning_effort", "thinking_budget")
+    assert [{name: body[name] for name in names if name in body} for body in bodies] == [
+        {},
+        {"reasoning_effort": "low"},
+        {"thinking_budget": 0},
+        {"level": "low", "reasoning_effort": "none"},
+        {"level": "high", "thinking_budget": -1},
+    ]
+
+
 def test_a_server_that_breaks_off(monkeypatch, capsys):
     assert served(monkeypatch, MODELS, TEXT) == 1
     assert "ended the answer early" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "argv", [["--url", "http://x", "--quant", "none"], ["--api-key", "k"], ["--max-tokens", "0"], ["--level", "high"]]
+    "argv",
+    [
+        ["--url", "http://x", "--quant", "none"],
+        ["--url", "http://x", "--lossy"],
+        ["--api-key", "k"],
+        ["--max-tokens", "0"],
+        ["--level", "xhigh"],
+        ["--think", "much"],
+        ["--think", "-2"],
+    ],
 )
 def test_wrong_usage(argv, capsys):
     with pytest.raises(SystemExit) as error:

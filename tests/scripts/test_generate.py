@@ -12,6 +12,7 @@ import pytest
 from umbra.configs.prompt_sets import DEFAULT, Prompt, load_prompts
 from umbra.scripts import generate
 from umbra.scripts.resumable import ResumableRows
+from umbra.serving.effort import Prepared
 from umbra.serving.engine.request import Emission, PromptTooLong, SamplingParams, Timings, Usage
 from umbra.serving.offline import OfflineRun, answer_row
 
@@ -52,8 +53,8 @@ class FakeEngine:
         self.cancelled.append(request_id)
 
 
-def encode(messages):
-    return [len(message["content"]) for message in messages]
+def prepare(messages):
+    return Prepared([len(message["content"]) for message in messages], SamplingParams())
 
 
 def prompts(*turns: tuple[str, ...]) -> list[Prompt]:
@@ -62,7 +63,7 @@ def prompts(*turns: tuple[str, ...]) -> list[Prompt]:
 
 def test_as_many_requests_are_in_flight_as_asked_for_and_each_prompt_is_answered_once():
     engine = FakeEngine(3)
-    found = dict(OfflineRun(engine, encode, prompts(*[("x",)] * 10), SamplingParams(), in_flight=3))
+    found = dict(OfflineRun(engine, prepare, prompts(*[("x",)] * 10), in_flight=3))
     assert sorted(found) == list(range(10))
     assert engine.most == 3
     row = answer_row(prompts(("x",))[0], found[0], all_turns=False, digest=True)
@@ -76,7 +77,7 @@ def test_as_many_requests_are_in_flight_as_asked_for_and_each_prompt_is_answered
 def test_all_turns_carry_the_answers_on():
     engine = FakeEngine(1)
     set_ = prompts(("one", "three"), ("four",))
-    found = dict(OfflineRun(engine, encode, set_, SamplingParams(), in_flight=1, all_turns=True))
+    found = dict(OfflineRun(engine, prepare, set_, in_flight=1, all_turns=True))
     assert engine.seen == [[3], [3, 3, 5], [4]], "user, answer <1>, user"
     row = answer_row(set_[0], found[0], all_turns=True, digest=False)
     assert [turn["text"] for turn in row["turns"]] == ["<1>", "<3>"]
@@ -89,7 +90,9 @@ def test_all_turns_carry_the_answers_on():
 def test_a_refused_prompt_is_a_row_with_an_error_and_does_not_stop_the_others():
     engine = FakeEngine(1)
     run = OfflineRun(
-        engine, lambda messages: [0] * len(messages[0]["content"]), prompts(("x" * 99,), ("y",)), SamplingParams()
+        engine,
+        lambda messages: Prepared([0] * len(messages[0]["content"]), SamplingParams()),
+        prompts(("x" * 99,), ("y",)),
     )
     found = dict(run)
     row = answer_row(prompts(("x",))[0], found[0], all_turns=False, digest=False)
@@ -101,7 +104,7 @@ def test_a_refused_prompt_is_a_row_with_an_error_and_does_not_stop_the_others():
 
 def test_leaving_early_cancels_what_is_running():
     engine = FakeEngine(4)
-    for _ in OfflineRun(engine, encode, prompts(*[("x",)] * 8), SamplingParams(), in_flight=4):
+    for _ in OfflineRun(engine, prepare, prompts(*[("x",)] * 8), in_flight=4):
         break
     assert engine.cancelled
 
@@ -182,6 +185,24 @@ def test_seeds_and_turns(tmp_path, monkeypatch):
     assert [len(row["turns"]) for row in rows_of(files["a"])] == turns
 
 
+def test_levels_give_the_same_tokens_and_what_the_model_lacks_is_said(tmp_path, monkeypatch, capsys):
+    model, engine = generate.open_engine("tiny", "auto", None, slots=1)
+    monkeypatch.setattr(generate, "open_engine", lambda *args, **sizes: (model, engine))
+    close = engine.close
+    monkeypatch.setattr(engine, "close", lambda: None)
+    ids, common = [], ("--limit", "2", "--max-tokens", "5", "--think", "off")
+    for level in ("minimal", "low", "medium", "high"):
+        assert run_script(tmp_path / level, *common, "--level", level) == 0
+        ids.append([row["token_ids"] for row in rows_of(tmp_path / level)])
+    assert ids[0] == ids[1] == ids[2] == ids[3]
+    capsys.readouterr()
+    assert run_script(tmp_path / "thoughts", "--think", "low") == 1
+    assert capsys.readouterr().err.endswith("generate.py: the model tiny has no chat template, so it cannot think\n")
+    assert run_script(tmp_path / "lossy", "--lossy") == 1
+    assert "not calibrated for tiny; supported: exact levels" in capsys.readouterr().err
+    close()
+
+
 def test_the_output_is_neither_a_folder_nor_the_prompt_file(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('\ufeff{"question_id": 1, "category": "a", "turns": ["hello"]}\n', encoding="utf-8")
@@ -195,12 +216,13 @@ def test_the_output_is_neither_a_folder_nor_the_prompt_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--draft", "shadow"], "--draft: 'shadow' is not supported; supported: off"),
+        (["--draft", "magic"], "--draft: 'magic' is not supported; supported: auto, off, lookup, shadow"),
         (["--quant", "int3"], "--quant: 'int3' is not supported; supported: auto, none, int8, int4"),
         (["--kv", "int4"], "--kv: 'int4' is not supported; supported: auto, float32, bfloat16, int8"),
         (["--kernels", "cuda"], "--kernels: 'cuda' is not supported; supported: auto, xla, cpu, tpu"),
         (["--embedding", "9:int8"], "embedding '9:int8' is not supported"),
-        (["--level", "medium"], "unrecognized arguments: --level"),
+        (["--level", "xhigh"], "--level: level 'xhigh' is not supported; supported: minimal, low, medium, high"),
+        (["--think", "hard"], "--think: 'hard' is not supported; supported: off, adaptive, none, minimal, low, medium"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (["--top-p", "nan"], "top_p must be above 0"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),

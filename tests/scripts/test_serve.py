@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "argv",
-    [["--level", "high"], ["--state", "x"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
+    [["--level", "xhigh"], ["--state", "x"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
      ["--mesh", "data=0"], ["--mesh", "rows=2"], ["--tls-cert", "x"], ["--log-level", "loud"], ["--threads", "0"],
      ["--api-key", ""], ["--max-body", "0"], ["extra"]],
 )  # fmt: skip
@@ -44,7 +44,7 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for name in (
         "--model", "--host", "--port", "--quant", "--threads", "--mesh", "--slots", "--context-length", "--no-warmup",
-        "--api-key", "--log-level", "--max-queue", "--tls-cert", "--tls-key", "--max-body",
+        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--tls-cert", "--tls-key", "--max-body",
     ):  # fmt: skip
         assert name in text
 

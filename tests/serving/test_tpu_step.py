@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,11 +15,14 @@ from jax.experimental.pallas import tpu as pltpu
 from umbra.configs.engine import EngineConfig
 from umbra.kernels.attention import KVFormat
 from umbra.kernels.backend import Kernels
+from umbra.kernels.draft import LOOKUP, SHADOW
 from umbra.model.load import Model, load_model
 from umbra.serving.engine import make_mesh
-from umbra.serving.engine.programs import Program, programs, step_sizes
+from umbra.serving.engine.drafting import Drafter
+from umbra.serving.engine.programs import Program, cost_entries, programs, step_rows, step_sizes
 from umbra.serving.engine.request import SamplingParams
-from umbra.serving.engine.state import StepInput, empty_rows, fill_row, input_shapes
+from umbra.serving.engine.state import SlotState, StepInput, empty_rows, fill_row, input_shapes
+from umbra.serving.engine.step import Fixed
 
 CONFIG = EngineConfig(slots=2, context_length=256, blocks=5, prefill_chunk=30, decode_steps=2)
 TPU = Kernels("tpu", "tpu", "xla")
@@ -45,18 +48,24 @@ def interpreted() -> Iterator[None]:
         pltpu.reset_tpu_interpret_mode_state()
 
 
-def programs_of(model: Model, kernels: Kernels, kv: str) -> dict[str, Program]:
+def programs_of(model: Model, kernels: Kernels, kv: str, shadow: Any = None) -> dict[str, Program]:
     """The engine's programs by kind."""
     mesh = make_mesh(jax.devices()[:1], model.config)
-    listed = programs(model.config, CONFIG, mesh, params=model.params, kernels=kernels, kv=KVFormat(kv, "float32"))
+    listed = programs(
+        model.config, CONFIG, mesh, params=model.params, kernels=kernels, kv=KVFormat(kv, "float32"), shadow=shadow
+    )
     return {program.kind: program for program in listed}
+
+
+def rows_for(model: Model) -> SlotState:
+    return empty_rows(CONFIG.slots, CONFIG.context(model.config), model.config.vocab_size)
 
 
 def generate(model: Model, kernels: Kernels) -> np.ndarray:
     """Tokens int32 `[passes, slots]`: a prompt in each slot, then two decode passes in one loop on the device."""
     listed = programs_of(model, kernels, "float32")
     prefill, decode = listed["prefill"], listed["decode_n"]
-    rows = empty_rows(CONFIG.slots, model.config.vocab_size)
+    rows = rows_for(model)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.config.vocab_size, n).astype(np.int32) for n in PROMPTS]
     for at, prompt in enumerate(prompts):
@@ -70,8 +79,8 @@ def generate(model: Model, kernels: Kernels) -> np.ndarray:
 
     def run(program: Program, inputs: StepInput) -> np.ndarray:
         nonlocal pool, state
-        pool, state, result, _ = program.jit()(dict(model.params), pool, state, inputs, layers)
-        return np.asarray(result.tokens)
+        pool, state, result, _ = program.jit()(Fixed(dict(model.params), None), pool, state, inputs, layers)
+        return np.asarray(result.tokens)[:, :, 0]
 
     return np.concatenate([run(prefill, _prefill_input(model, prompts)), run(decode, _decode_input(model))])
 
@@ -82,7 +91,10 @@ def _empty(model: Model, *, prefill: bool) -> StepInput:
     empty = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
     width = CONFIG.table_width(model.config)
     tables = 1 + np.arange(CONFIG.slots * width, dtype=np.int32).reshape(CONFIG.slots, width)
-    return empty._replace(tables=tables, positions=np.full_like(empty.positions, -1), ids=np.zeros_like(empty.ids))
+    return empty._replace(
+        tables=tables, positions=np.full_like(empty.positions, -1), last=np.full_like(empty.last, -1),
+        capacity=np.full_like(empty.capacity, CONFIG.context(model.config)),
+    )  # fmt: skip
 
 
 def _prefill_input(model: Model, prompts: list[np.ndarray]) -> StepInput:
@@ -97,17 +109,14 @@ def _prefill_input(model: Model, prompts: list[np.ndarray]) -> StepInput:
             inputs.starts[group], inputs.counts[group] = at + start, min(GROUP, n - start)
             group += 1
         at += n
-        inputs.sample_at[slot] = at - 1
-    inputs.sizes[0] = at, group, len(prompts)
+        inputs.last[slot] = at - 1
+    inputs.sizes[0] = at, group
     return inputs
 
 
 def _decode_input(model: Model) -> StepInput:
     inputs = _empty(model, prefill=False)
-    for slot in range(CONFIG.slots):
-        inputs.ids[slot], inputs.slots[slot], inputs.sample_at[slot] = -1, slot, slot
-        inputs.starts[slot], inputs.counts[slot] = slot, 1
-    inputs.sizes[0] = CONFIG.slots, CONFIG.slots, CONFIG.slots
+    inputs.decodes[:] = True
     return inputs
 
 
@@ -134,7 +143,7 @@ def test_blocks_on_the_chip_change_nothing(interpreted: None) -> None:
         return rng.integers(-127, 128, s.shape, s.dtype) if s.dtype == np.int8 else rng.random(s.shape, s.dtype) / 64
 
     pool = jax.tree.map(stored, staged.args[1])
-    rows = empty_rows(CONFIG.slots, model.config.vocab_size)
+    rows = rows_for(model)
     for at, position in enumerate((200, 127)):
         fill_row(
             rows, at, SamplingParams(temperature=0.0), seed=0, stop_ids=(), limit=255,
@@ -143,13 +152,56 @@ def test_blocks_on_the_chip_change_nothing(interpreted: None) -> None:
     layers = np.array([model.config.n_layers, *range(model.config.n_layers)], np.int32)
 
     def run(program: Program) -> Any:
-        new_pool, _, result, _ = program.jit()(dict(model.params), pool, rows, _decode_input(model), layers)
+        new_pool, _, result, _ = program.jit()(
+            Fixed(dict(model.params), None), pool, rows, _decode_input(model), layers
+        )
         return jax.tree.map(np.asarray, (result.tokens, [part[1:] for part in new_pool if part is not None]))
 
     tokens, blocks = run(staged)
     expected_tokens, expected_blocks = run(plain)
-    assert (tokens >= 0).all() and np.array_equal(tokens, expected_tokens)
+    assert (tokens[:, :, 0] >= 0).all() and np.array_equal(tokens, expected_tokens)
     assert all(map(np.array_equal, blocks, expected_blocks))
+
+
+@pytest.mark.parametrize("kernels", [TPU, Kernels()], ids=["tpu", "xla"])
+def test_drafted_tokens_change_nothing(kernels: Kernels, random_shadow: Callable, interpreted: None) -> None:
+    """Passes of several tokens: one slot drafts what will be chosen, and a wrong token behind it; the other only wrong
+    ones. Then a shadow of random numbers drafts on."""
+    model = load_model("tiny", kernels=kernels)
+    plain = programs_of(model, kernels, "float32")["decode_n"]
+    shadow = random_shadow(model.config.vocab_size, model.config.d_model)
+    drafting = programs_of(model, kernels, "float32", shadow)["decode_n"]
+    layers = np.array([model.config.n_layers, *range(model.config.n_layers)], np.int32)
+    rows = rows_for(model)
+    for at in range(CONFIG.slots):
+        fill_row(
+            rows, at, SamplingParams(), seed=0, stop_ids=(), limit=250, prompt=np.arange(100, dtype=np.int32) + at,
+            generated=np.array([7]), position=100, active=True, sources=LOOKUP | SHADOW,
+        )  # fmt: skip
+
+    def run(program: Program, drafter: Any, rows: SlotState, times: int) -> tuple[list[np.ndarray], np.ndarray]:
+        pool: Any = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), program.args[1])
+        state: Any = jax.tree.map(jnp.asarray, rows)
+        results = []
+        for _ in range(times):
+            pool, state, result, _ = program.jit()(
+                Fixed(dict(model.params), drafter), pool, state, _decode_input(model), layers
+            )
+            results.append(result)
+        tokens = np.concatenate([np.asarray(result.tokens) for result in results])  # [passes, slots, W]
+        drafted = sum(np.asarray(result.drafted).sum(0) for result in results)
+        return [tokens[:, slot][tokens[:, slot] >= 0] for slot in range(CONFIG.slots)], drafted
+
+    expected, _ = run(plain, None, rows, 3)
+    rows.drafts[0, :4] = [*expected[0][:3], (expected[0][3] + 1) % 512]
+    rows.drafts[1, :4] = (expected[1][:4] + 1) % 512
+    rows.n_drafts[:], rows.draft_odds[:] = 4, 1.0
+    cost = np.ones(cost_entries(CONFIG, step_rows(CONFIG, "cpu")), np.float32)
+    got, drafted = run(drafting, Drafter(shadow, cost, np.int32(0)), rows, 1)
+    assert len(got[0]) >= 5 and len(got[1]) >= 2 and (drafted >= 4).all()
+    for mine, theirs in zip(got, expected, strict=True):
+        n = min(len(mine), len(theirs))
+        assert np.array_equal(mine[:n], theirs[:n])
 
 
 def test_the_window_can_be_switched_off() -> None:

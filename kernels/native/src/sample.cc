@@ -41,6 +41,8 @@ struct Row {
   float top_p, min_p, repetition, presence, frequency;
   NoiseKey noise;
   const int32_t* counts;
+  const int32_t* drafted;
+  int64_t n_drafted;
   const int32_t* bias_ids;
   const float* bias_values;
   int64_t n_bias;
@@ -107,11 +109,22 @@ class Chooser {
         pass_.clean(row_.logits + begin, size, out + begin);
       }
     });
+    if (penalties) penalise_drafted(out);
     for (int64_t i = 0; i < row_.n_bias; ++i) {
       const int32_t id = row_.bias_ids[i];
       if (id >= 0 && id < vocab_) out[id] += row_.bias_values[i];
     }
     return out;
+  }
+
+  // The tokens drafted before this row, again, with all their uses.
+  void penalise_drafted(float* out) {
+    const int32_t* const end = row_.drafted + row_.n_drafted;
+    for (const int32_t* token = row_.drafted; token < end; ++token) {
+      if (*token < 0 || *token >= vocab_) continue;
+      const int32_t count = row_.counts[*token] + 2 * static_cast<int32_t>(std::count(row_.drafted, end, *token));
+      pass_.penalise(row_.logits + *token, &count, 1, row_.repetition, row_.presence, row_.frequency, out + *token);
+    }
   }
 
   // `body(begin, size)` over [0, n) in pieces.
@@ -386,62 +399,71 @@ class Chooser {
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 
-// Fields as in kernels/sample/base.py, with a leading axis [B].
+// Fields as in kernels/sample/base.py, with a leading axis [R]; counts [B, V].
 ffi::Error choose_rows(Floats logits, ffi::Buffer<ffi::PRED> active, Floats temperature, Ints top_k, Floats top_p,
                        Floats min_p, Floats repetition, Floats presence, Floats frequency, ffi::Buffer<ffi::U32> seed,
-                       Ints position, Ints counts, Ints bias_ids, Floats bias_values, Ints n_logprobs,
-                       ffi::ResultBuffer<ffi::S32> token, ffi::ResultBuffer<ffi::F32> logprob,
+                       Ints position, Ints counts, Ints slot, Ints drafted, Ints bias_ids, Floats bias_values,
+                       Ints n_logprobs, ffi::ResultBuffer<ffi::S32> token, ffi::ResultBuffer<ffi::F32> logprob,
                        ffi::ResultBuffer<ffi::S32> top_ids, ffi::ResultBuffer<ffi::F32> top_logprobs) {
-  if (logits.dimensions().size() != 2 || bias_ids.dimensions().size() != 2 || top_ids->dimensions().size() != 2) {
-    return invalid("umbra_sample: logits must be [B, V], bias_ids [B, any], top_ids [B, any]");
+  if (logits.dimensions().size() != 2 || counts.dimensions().size() != 2 || drafted.dimensions().size() != 2 ||
+      bias_ids.dimensions().size() != 2 || top_ids->dimensions().size() != 2) {
+    return invalid("umbra_sample: logits must be [R, V], counts [B, V]; drafted, bias_ids and top_ids [R, any]");
   }
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  const int64_t slots = counts.dimensions()[0], n_drafted = drafted.dimensions()[1];
   const int64_t n_bias = bias_ids.dimensions()[1], n_top = top_ids->dimensions()[1];
   if (vocab < 1 || vocab > kLargestVocab) return invalid("umbra_sample: V must be between 1 and 2^24");
   const bool one_each = has_shape(active, {rows}) && has_shape(temperature, {rows}) && has_shape(top_k, {rows}) &&
                         has_shape(top_p, {rows}) && has_shape(min_p, {rows}) && has_shape(repetition, {rows}) &&
                         has_shape(presence, {rows}) && has_shape(frequency, {rows}) && has_shape(position, {rows}) &&
-                        has_shape(n_logprobs, {rows}) && has_shape(*token, {rows}) && has_shape(*logprob, {rows});
-  if (!one_each || !has_shape(seed, {rows, 2}) || !has_shape(counts, {rows, vocab}) ||
+                        has_shape(slot, {rows}) && has_shape(n_logprobs, {rows}) && has_shape(*token, {rows}) &&
+                        has_shape(*logprob, {rows});
+  if (!one_each || !has_shape(seed, {rows, 2}) || slots < 1 || !has_shape(counts, {slots, vocab}) ||
+      !has_shape(drafted, {rows, n_drafted}) || !has_shape(bias_ids, {rows, n_bias}) ||
       !has_shape(bias_values, {rows, n_bias}) || !has_shape(*top_logprobs, {rows, n_top})) {
-    return invalid("umbra_sample: a field does not have the shape of kernels/sample/base.py with B in front");
+    return invalid(
+        "umbra_sample: a field does not have the shape of kernels/sample/base.py with R in front, counts with B");
   }
 
   FloatMode mode;
-  const auto one = [&](int64_t b) {
+  const auto one = [&](int64_t r) {
     static thread_local Scratch scratch;
-    const uint32_t* const words = seed.typed_data() + 2 * b;
-    const NoiseKey noise{words[0], words[1], static_cast<uint32_t>(position.typed_data()[b])};
-    const Row row{logits.typed_data() + b * vocab,
+    const uint32_t* const words = seed.typed_data() + 2 * r;
+    // No memory but the counts may be read, whatever the slot is.
+    const int64_t own = std::clamp<int64_t>(slot.typed_data()[r], 0, slots - 1);
+    const NoiseKey noise{words[0], words[1], static_cast<uint32_t>(position.typed_data()[r])};
+    const Row row{logits.typed_data() + r * vocab,
                   vocab,
-                  temperature.typed_data()[b],
-                  top_k.typed_data()[b],
-                  top_p.typed_data()[b],
-                  min_p.typed_data()[b],
-                  repetition.typed_data()[b],
-                  presence.typed_data()[b],
-                  frequency.typed_data()[b],
+                  temperature.typed_data()[r],
+                  top_k.typed_data()[r],
+                  top_p.typed_data()[r],
+                  min_p.typed_data()[r],
+                  repetition.typed_data()[r],
+                  presence.typed_data()[r],
+                  frequency.typed_data()[r],
                   noise,
-                  counts.typed_data() + b * vocab,
-                  bias_ids.typed_data() + b * n_bias,
-                  bias_values.typed_data() + b * n_bias,
+                  counts.typed_data() + own * vocab,
+                  drafted.typed_data() + r * n_drafted,
+                  n_drafted,
+                  bias_ids.typed_data() + r * n_bias,
+                  bias_values.typed_data() + r * n_bias,
                   n_bias,
-                  n_logprobs.typed_data()[b]};
-    const Results out{token->typed_data() + b, logprob->typed_data() + b, top_ids->typed_data() + b * n_top,
-                      top_logprobs->typed_data() + b * n_top, n_top};
+                  n_logprobs.typed_data()[r]};
+    const Results out{token->typed_data() + r, logprob->typed_data() + r, top_ids->typed_data() + r * n_top,
+                      top_logprobs->typed_data() + r * n_top, n_top};
     Chooser(row, scratch).choose(out);
   };
 
   std::vector<int64_t> chosen;
-  for (int64_t b = 0; b < rows; ++b) {
-    if (active.typed_data()[b]) {
-      chosen.push_back(b);
+  for (int64_t r = 0; r < rows; ++r) {
+    if (active.typed_data()[r]) {
+      chosen.push_back(r);
       continue;
     }
-    token->typed_data()[b] = 0;
-    logprob->typed_data()[b] = 0;
-    std::fill_n(top_ids->typed_data() + b * n_top, n_top, -1);
-    std::fill_n(top_logprobs->typed_data() + b * n_top, n_top, 0.0f);
+    token->typed_data()[r] = 0;
+    logprob->typed_data()[r] = 0;
+    std::fill_n(top_ids->typed_data() + r * n_top, n_top, -1);
+    std::fill_n(top_logprobs->typed_data() + r * n_top, n_top, 0.0f);
   }
   // One chunk runs at once on this thread, so that the row's own chunks can use the others.
   parallel_for(static_cast<int64_t>(chosen.size()), [&](int64_t i) { one(chosen[i]); });
@@ -463,6 +485,8 @@ UMBRA_HANDLER(umbra_sample, umbra::sample::choose_rows,
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()

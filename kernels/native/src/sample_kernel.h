@@ -1,5 +1,6 @@
 // The passes of `sample.h` for one instruction set.
 #include "lanes.h"
+#include "noise.h"
 #include "numerics.h"
 #include "sample.h"
 
@@ -132,32 +133,6 @@ float log_of(float x) {
   return result;
 }
 
-// The first word of threefry-2x32 with 20 rounds.
-UMBRA_INLINE I threefry(I id, sample::NoiseKey key) {
-  const uint32_t keys[3] = {key.seed_low, key.position, key.seed_low ^ key.position ^ 0x1BD11BDAu};
-  const auto word = [](uint32_t x) { return iset(static_cast<int32_t>(x)); };
-  I x0 = id + word(keys[0]), x1 = word(key.seed_high + keys[1]);
-#define UMBRA_ROUND(rotation) x0 = x0 + x1, x1 = rotl<rotation>(x1) ^ x0
-#define UMBRA_ROUNDS(a, b, c, d, group)            \
-  UMBRA_ROUND(a), UMBRA_ROUND(b), UMBRA_ROUND(c), UMBRA_ROUND(d); \
-  x0 = x0 + word(keys[(group + 1) % 3]);           \
-  x1 = x1 + word(keys[(group + 2) % 3] + group + 1)
-  UMBRA_ROUNDS(13, 15, 26, 6, 0);
-  UMBRA_ROUNDS(17, 29, 16, 24, 1);
-  UMBRA_ROUNDS(13, 15, 26, 6, 2);
-  UMBRA_ROUNDS(17, 29, 16, 24, 3);
-  UMBRA_ROUNDS(13, 15, 26, 6, 4);
-#undef UMBRA_ROUNDS
-#undef UMBRA_ROUND
-  return x0;
-}
-
-UMBRA_INLINE F uniform(I word) {
-  // An unsigned word to float32: both halves are exact, so their sum is rounded once.
-  const F high = to_float(shr<16>(word)) * set(65536.0f), low = to_float(word & iset(0xFFFF));
-  return min((high + low) * set(0x1p-32f) + set(0x1p-33f), set(1.0f - 0x1p-24f));
-}
-
 sample::Best noisy_best(const float* scores, const int32_t* ids, int32_t first_id, int64_t n, sample::NoiseKey key,
                         sample::Best best) {
   constexpr float kLargestNoise = 22.9f, kLn2 = 0.693148f, kMargin = 0.01f;
@@ -171,7 +146,7 @@ sample::Best noisy_best(const float* scores, const int32_t* ids, int32_t first_i
     const F negative_exponent = to_float(iset(127) - sar<23>(bits(u)));
     const F bound = score + (negative_exponent * set(kLn2) + set(kMargin));  // noise <= -log u
     if (!any(ge(bound, set(best.score)))) return;
-    const F noisy = score + neg(numerics::log(neg(numerics::log1m(u))));
+    const F noisy = score + gumbel(u);
     float noisy_of[16];
     int32_t id_of[16];
     store(noisy_of, noisy);

@@ -59,13 +59,21 @@ class FakeTokenizer:
 
 
 class FakeTemplate:
-    def encode(self, tokenizer: FakeTokenizer, messages: list[dict[str, Any]], **_: Any) -> list[int]:
+    source = ""
+    variables: frozenset[str] = frozenset()
+
+    def render(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        return ""
+
+    def encode(
+        self, tokenizer: FakeTokenizer, messages: list[dict[str, Any]], *, suffix: str = "", **_: Any
+    ) -> list[int]:
         if any(message["content"] == "refuse this" for message in messages):
             raise ChatTemplateError("roles must alternate")
         if any(message["content"] == "explode" for message in messages):
             raise KeyError("secret detail")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return tokenizer.encode(text)
+        return tokenizer.encode(text + suffix)
 
 
 Step = Emission | None
@@ -185,7 +193,7 @@ class FakeEngine:
     def _last(self, one: Running, emission: Emission) -> Emission:
         return dataclasses.replace(
             emission,
-            usage=Usage(len(one.prompt), one.tokens, cached_tokens=min(4, len(one.prompt))),
+            usage=emission.usage or Usage(len(one.prompt), one.tokens, cached_tokens=min(4, len(one.prompt))),
             timings=Timings(queued=0.001, ttft=0.01, total=0.1, decode=0.09, passes=max(one.tokens, 1)),
         )
 

@@ -224,6 +224,7 @@ def test_line_separators_are_escaped(api, make_answer):
 
 def test_no_template(api):
     template, api.model.chat_template = api.model.chat_template, None
+    api.attach()
     try:
         response = api.chat()
     finally:

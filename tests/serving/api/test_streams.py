@@ -62,12 +62,13 @@ def test_leaving_a_stream_early_with_a_client_library(api, wait):
 
 
 def test_leaving_while_the_prompt_is_tokenized(api, wait):
-    class Slow:
-        def encode(self, tokenizer, messages):
+    class Slow(type(api.model.chat_template)):
+        def encode(self, tokenizer, messages, **_):
             time.sleep(0.3)
             return [1]
 
     template, api.model.chat_template = api.model.chat_template, Slow()
+    api.attach()
     try:
         sock = send(api, stream=True)
         time.sleep(0.1)

@@ -1,0 +1,41 @@
+"""Guessing the next tokens of a sequence: by looking up what followed before, and with a shadow network."""
+
+from .api import draft
+from .base import (
+    AGREES,
+    CERTAIN,
+    DIFFERS,
+    FEATURES,
+    LONGEST_MATCH,
+    LOOKUP,
+    MAX_DRAFTS,
+    SHADOW,
+    SHADOW_PLACES,
+    SHORTEST_MATCH,
+    UNKNOWN,
+    DraftInput,
+    Drafts,
+    DraftWeights,
+)
+from .defaults import lookup_only
+from .widths import widths
+
+__all__ = [
+    "AGREES",
+    "CERTAIN",
+    "DIFFERS",
+    "FEATURES",
+    "LONGEST_MATCH",
+    "LOOKUP",
+    "MAX_DRAFTS",
+    "SHADOW",
+    "SHADOW_PLACES",
+    "SHORTEST_MATCH",
+    "UNKNOWN",
+    "DraftInput",
+    "DraftWeights",
+    "Drafts",
+    "draft",
+    "lookup_only",
+    "widths",
+]

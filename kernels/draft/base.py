@@ -1,0 +1,142 @@
+"""The contract of the drafting kernel: what a shadow is made of when it drafts, and what goes in and comes out.
+
+Letters: B slots, D model width, V vocabulary, S context, r shadow rank, m width of its MLP, Z draft vocabulary,
+C temperature classes, J drafts at most.
+
+A slot's drafts are one chain of guesses at the tokens that follow its last one. Two sources propose the token of each
+place j = 0, 1, ...: the *lookup* copies what followed the most recent of the longest earlier occurrences of the last
+tokens; the *shadow* is a small recurrent network on the trunk's last hidden state h. Its step at place j, with x the
+token before that place (`rms(v)` is v / sqrt(mean v^2 + epsilon)):
+
+    z = rms(h) @ context                                         once
+    u = read[x] * read_scale[x] + step[j]
+    g = s @ recur[:, :r] + gate_u * u + gate_z * z + bias_g      s is `start` at first
+    c = s @ recur[:, r:] + u + z + bias_c
+    s = sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c)
+    o = s + u @ markov + silu(rms(s) @ up) @ down
+    x[i] = (head[i] . o) * head_scale[i]                         logits of the tokens `vocab`
+    x[i] = x[i] / temperature + noise[i]                         only where the slot's temperature is above 0
+
+The shadow's token is that of the largest x, the lowest index on ties. Its probability of being what the trunk chooses:
+
+    p = softmax(x), largest first
+    confidence = conf . [o, u, log p0, log p0 - log p1, entropy of p] + conf_bias[j]
+    probability = sigmoid(gate[c, j, 0] * confidence + gate[c, j, 1])
+
+The noise is the sampler's own (kernels/sample/noise.py) for the position being drafted and the vocabulary id, so a good
+shadow guesses sampled tokens too. The lookup's probability comes from a table of what was accepted before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax import Array
+
+MAX_DRAFTS = 15
+"""J: most drafts of a slot; with the token before them a pass over 16 rows."""
+SHADOW_PLACES = 8
+"""Places of a chain that the shadow drafts; the lookup goes on behind them."""
+FEATURES = 3
+"""Confidence features beside o and u: log-probability of the best token, its margin to the second, entropy (nats)."""
+LONGEST_MATCH = 16
+"""Tokens that the lookup compares; longer matches count as this long."""
+SHORTEST_MATCH = 2
+CERTAIN = 0.95
+"""From this probability on the lookup's token is taken without asking the shadow."""
+
+LOOKUP, SHADOW = 1, 2
+"""Bits of `DraftInput.sources` and values of `Drafts.source`."""
+
+DIFFERS, AGREES, UNKNOWN = 0, 1, 2
+"""What the shadow says about the lookup's token: third index of `DraftWeights.lookup`."""
+
+
+class DraftWeights(NamedTuple):
+    """What one step of drafting needs, derived from a trained shadow and its trunk when they are loaded."""
+
+    read: Array
+    """int8 [V, r]: every token's embedding as the shadow reads it, times `read_scale`."""
+    read_scale: Array
+    """float32 [V]"""
+    context: Array
+    """float32 [D, r]"""
+    epsilon: Array
+    """float32 []: of both norms."""
+    recur: Array
+    """float32 [r, 2r]: update gate, candidate."""
+    gate_u: Array
+    """float32 [r]"""
+    gate_z: Array
+    """float32 [r]"""
+    bias_g: Array
+    """float32 [r]"""
+    bias_c: Array
+    """float32 [r]"""
+    start: Array
+    """float32 [r]: the state before the first step."""
+    step: Array
+    """float32 [SHADOW_PLACES, r]"""
+    markov: Array
+    """float32 [r, r]"""
+    up: Array
+    """float32 [r, m]"""
+    down: Array
+    """float32 [m, r]"""
+    head: Array
+    """int8 [Z, r]"""
+    head_scale: Array
+    """float32 [Z]"""
+    vocab: Array
+    """int32 [Z]: the tokens that the shadow can draft, distinct."""
+    conf: Array
+    """float32 [2r + FEATURES]"""
+    conf_bias: Array
+    """float32 [SHADOW_PLACES]"""
+    gate: Array
+    """float32 [C, SHADOW_PLACES, 2]: slope and offset of the calibrated logit."""
+    gate_temperatures: Array
+    """float32 [C]: the temperature of each class, 0 first. A greedy slot is of the first class, any other one of the
+    class with the nearest temperature behind the first, the lower one on ties; of the first if there is no other."""
+    lookup: Array
+    """float32 [C, LONGEST_MATCH + 1, 3, J]: probability that the lookup's token is accepted, by the match's length (in
+    tokens; 0 and 1 are not used), what the shadow says (DIFFERS, AGREES, UNKNOWN), and the place."""
+
+
+class DraftInput(NamedTuple):
+    """Where every slot stands. Nothing is read of slots that are not active or may draft nothing."""
+
+    hidden: Array
+    """float32 [B, D]: the trunk's hidden state, before its final norm, that chose `token`."""
+    token: Array
+    """int32 [B]: the last chosen token."""
+    position: Array
+    """int32 [B]: its absolute position."""
+    history: Array
+    """int32 [B, S]: prompt and answer; entries [0, position] count, the last one is `token`."""
+    active: Array
+    """bool [B]"""
+    sources: Array
+    """int32 [B]: LOOKUP and SHADOW, either, both or none."""
+    temperature: Array
+    """float32 [B]; 0 is greedy (as is anything that is not a normal number)."""
+    seed: Array
+    """uint32 [B, 2]: low and high word."""
+    room: Array
+    """int32 [B]: most drafts of the slot; J at most, whatever is given."""
+    floor: Array
+    """float32 []: a draft with which the product of its chain's probabilities is below this is left out, and its chain
+    ends."""
+
+
+class Drafts(NamedTuple):
+    """One chain per slot; the first `length` entries count."""
+
+    tokens: Array
+    """int32 [B, J]; -1 where there is none."""
+    source: Array
+    """int32 [B, J]: LOOKUP or SHADOW, whichever was the more certain (the lookup on ties); 0 where there is none."""
+    probability: Array
+    """float32 [B, J]: that the trunk chooses this token, given that it chose all before it; 0 where there is none."""
+    length: Array
+    """int32 [B]"""

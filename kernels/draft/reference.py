@@ -1,0 +1,235 @@
+"""Drafting in plain JAX: all slots side by side, one place of their chains after the other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ..numerics import MIN_NORMAL
+from ..sample import gumbel_of
+from .base import (
+    CERTAIN,
+    LONGEST_MATCH,
+    LOOKUP,
+    MAX_DRAFTS,
+    SHADOW,
+    SHADOW_PLACES,
+    SHORTEST_MATCH,
+    UNKNOWN,
+    DraftInput,
+    Drafts,
+    DraftWeights,
+)
+
+
+class _Slots(NamedTuple):
+    """What does not change while the chains grow."""
+
+    room: Array  # int32 [B]: 0 for slots that draft nothing
+    shadow: Array  # bool [B]: may use the shadow
+    kind: Array  # int32 [B]: temperature class
+    match: Array  # int32 [B]: length of the lookup's match, 0 without one
+    next: Array  # int32 [B]: index in the history of what followed the match
+    context: Array  # float32 [B, r]: z
+
+
+class _Chains(NamedTuple):
+    place: Array  # int32 []
+    alive: Array  # bool [B]: may get a draft at `place`
+    follows: Array  # bool [B]: has followed the match so far
+    product: Array  # float32 [B]
+    state: Array  # float32 [B, r]: s
+    drafts: Drafts
+
+
+class _Guess(NamedTuple):
+    """What the shadow says about a place."""
+
+    token: Array  # int32 [B]
+    probability: Array  # float32 [B]
+
+
+def draft(weights: DraftWeights, inputs: DraftInput) -> Drafts:
+    """See `api.draft`."""
+    slots = _slots(weights, inputs)
+    n, rank = inputs.hidden.shape[0], weights.start.shape[0]
+    chains = _Chains(
+        place=jnp.int32(0),
+        alive=slots.room > 0,
+        follows=slots.match > 0,
+        product=jnp.ones(n, jnp.float32),
+        state=jnp.broadcast_to(weights.start, (n, rank)),
+        drafts=Drafts(
+            tokens=jnp.full((n, MAX_DRAFTS), -1, jnp.int32),
+            source=jnp.zeros((n, MAX_DRAFTS), jnp.int32),
+            probability=jnp.zeros((n, MAX_DRAFTS), jnp.float32),
+            length=jnp.zeros(n, jnp.int32),
+        ),
+    )
+
+    def unfinished(chains: _Chains) -> Array:
+        return (chains.place < MAX_DRAFTS) & jnp.any(chains.alive)
+
+    return lax.while_loop(unfinished, lambda chains: _extend(weights, inputs, slots, chains), chains).drafts
+
+
+def _slots(weights: DraftWeights, inputs: DraftInput) -> _Slots:
+    room = jnp.where(inputs.active, jnp.clip(inputs.room, 0, MAX_DRAFTS), 0)
+    lookup = (room > 0) & (inputs.sources & LOOKUP > 0)
+    shadow = (room > 0) & (inputs.sources & SHADOW > 0)
+    none = jnp.zeros_like(room)
+    match, following = lax.cond(
+        jnp.any(lookup), lambda: _find_match(inputs.history, inputs.position), lambda: (none, none)
+    )
+    context = lax.cond(
+        jnp.any(shadow),
+        lambda: _rms(inputs.hidden, weights.epsilon) @ weights.context,
+        lambda: jnp.zeros((room.shape[0], weights.start.shape[0]), jnp.float32),
+    )
+    return _Slots(
+        room=room,
+        shadow=shadow,
+        kind=_temperature_class(inputs.temperature, weights.gate_temperatures),
+        match=jnp.where(lookup, match, 0),
+        next=following,
+        context=context,
+    )
+
+
+def _is_greedy(temperature: Array) -> Array:
+    return ~(temperature >= MIN_NORMAL)
+
+
+def _temperature_class(temperature: Array, of_classes: Array) -> Array:
+    if of_classes.shape[0] == 1:
+        return jnp.zeros(temperature.shape, jnp.int32)
+    nearest = jnp.argmin(jnp.abs(temperature[:, None] - of_classes[1:]), axis=1) + 1
+    return jnp.where(_is_greedy(temperature), 0, nearest).astype(jnp.int32)
+
+
+def _find_match(history: Array, position: Array) -> tuple[Array, Array]:
+    """The longest earlier occurrence of the tokens up to `position`, the most recent of equally long ones.
+
+    Its length (int32 [B], 0 below `SHORTEST_MATCH`) and the index of what follows it.
+    """
+    size = history.shape[1]
+    ends = lax.broadcasted_iota(jnp.int32, history.shape, 1)  # of an occurrence
+    running = ends < position[:, None]
+    length = jnp.zeros_like(history)
+    for back in range(LONGEST_MATCH):
+        at = position - back
+        wanted = jnp.take_along_axis(history, jnp.clip(at, 0, size - 1)[:, None], axis=1)
+        shifted = jnp.pad(history, ((0, 0), (back, 0)))[:, :size]
+        running &= (shifted == wanted) & (ends >= back) & (at >= 0)[:, None]
+        length += running
+    best = jnp.max(jnp.where(length >= SHORTEST_MATCH, length * size + ends, 0), axis=1)
+    return best // size, best % size + 1
+
+
+def _extend(weights: DraftWeights, inputs: DraftInput, slots: _Slots, chains: _Chains) -> _Chains:
+    """One more draft for every chain that is alive."""
+    place, drafts = chains.place, chains.drafts
+    copied = _copied(inputs, slots, place, drafts.tokens)
+    sure = chains.follows & (_lookup_probability(weights, slots, UNKNOWN, place) >= CERTAIN)
+    can_ask = chains.alive & slots.shadow & (place < SHADOW_PLACES)
+    asks = can_ask & ~sure
+
+    # The state rolls over every token, whoever drafted it.
+    u = lax.cond(jnp.any(can_ask), lambda: _read(weights, inputs, place, drafts.tokens), lambda: slots.context)
+    state = lax.cond(jnp.any(can_ask), lambda: _cell(weights, chains.state, u, slots.context), lambda: chains.state)
+    nothing = _Guess(jnp.full_like(slots.room, -1), jnp.zeros_like(chains.product))
+    guess = lax.cond(jnp.any(asks), lambda: _guess(weights, inputs, slots.kind, place, state, u, asks), lambda: nothing)
+
+    says = jnp.where(asks, (guess.token == copied).astype(jnp.int32), UNKNOWN)
+    expected = _lookup_probability(weights, slots, says, place)
+    from_shadow = asks & ~(chains.follows & ~(guess.probability > expected))
+    token = jnp.where(from_shadow, guess.token, copied)
+    probability = jnp.where(from_shadow, guess.probability, expected)
+    product = chains.product * probability
+    stands = chains.alive & (chains.follows | asks) & (product >= inputs.floor)
+
+    def put(all_: Array, new: Array) -> Array:
+        return all_.at[:, place].set(jnp.where(stands, new, all_[:, place]))
+
+    return _Chains(
+        place=place + 1,
+        alive=stands & (place + 1 < slots.room),
+        follows=chains.follows & (token == copied),
+        product=jnp.where(stands, product, chains.product),
+        state=state,
+        drafts=Drafts(
+            tokens=put(drafts.tokens, token),
+            source=put(drafts.source, jnp.where(from_shadow, SHADOW, LOOKUP)),
+            probability=put(drafts.probability, probability),
+            length=drafts.length + stands,
+        ),
+    )
+
+
+def _copied(inputs: DraftInput, slots: _Slots, place: Array, tokens: Array) -> Array:
+    """The lookup's token: behind the end of the history its copy goes on with the chain's own drafts."""
+    at = slots.next + place
+    old = jnp.take_along_axis(inputs.history, jnp.clip(at, 0, inputs.history.shape[1] - 1)[:, None], axis=1)[:, 0]
+    drafted = jnp.clip(at - inputs.position - 1, 0, MAX_DRAFTS - 1)
+    new = jnp.take_along_axis(tokens, drafted[:, None], axis=1)[:, 0]
+    return jnp.where(at <= inputs.position, old, new)
+
+
+def _lookup_probability(weights: DraftWeights, slots: _Slots, says: Array | int, place: Array) -> Array:
+    return weights.lookup[slots.kind, slots.match, says, place]
+
+
+def _rms(x: Array, epsilon: Array) -> Array:
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+
+
+def _read(weights: DraftWeights, inputs: DraftInput, place: Array, tokens: Array) -> Array:
+    """u of the token before `place`."""
+    before = jnp.where(place == 0, inputs.token, tokens[:, jnp.maximum(place - 1, 0)])
+    before = jnp.clip(before, 0, weights.read.shape[0] - 1)
+    step = weights.step[jnp.minimum(place, SHADOW_PLACES - 1)]
+    return weights.read[before].astype(jnp.float32) * weights.read_scale[before][:, None] + step
+
+
+def _cell(weights: DraftWeights, state: Array, u: Array, z: Array) -> Array:
+    gate, candidate = jnp.split(state @ weights.recur, 2, axis=1)
+    keep = jax.nn.sigmoid(gate + weights.gate_u * u + weights.gate_z * z + weights.bias_g)
+    return keep * state + (1 - keep) * jnp.tanh(candidate + u + z + weights.bias_c)
+
+
+def _guess(
+    weights: DraftWeights, inputs: DraftInput, kind: Array, place: Array, state: Array, u: Array, asks: Array
+) -> _Guess:
+    mlp = jax.nn.silu(_rms(state, weights.epsilon) @ weights.up) @ weights.down
+    o = state + u @ weights.markov + mlp
+    scores = jnp.einsum("br,zr->bz", o, weights.head.astype(jnp.float32)) * weights.head_scale
+    greedy = _is_greedy(inputs.temperature)
+    ids = weights.vocab.astype(jnp.uint32)
+
+    def noisy() -> Array:
+        noise = jax.vmap(gumbel_of, (0, 0, None))(inputs.seed, inputs.position + 1 + place, ids)
+        divisor = jnp.where(greedy, np.float32(1), inputs.temperature)
+        return scores / divisor[:, None] + jnp.where(greedy[:, None], np.float32(0), noise)
+
+    scores = lax.cond(jnp.any(asks & ~greedy), noisy, lambda: scores)
+    best = jnp.argmax(scores, axis=1)
+    features = jnp.concatenate([o, u, _confidence_features(scores, best)], axis=1)
+    confidence = features @ weights.conf + weights.conf_bias[place]
+    slope, offset = weights.gate[kind, place, 0], weights.gate[kind, place, 1]
+    return _Guess(weights.vocab[best], jax.nn.sigmoid(slope * confidence + offset))
+
+
+def _confidence_features(scores: Array, best: Array) -> Array:
+    """float32 [B, FEATURES] of scores [B, Z], the largest of which are at `best`."""
+    below = scores - jnp.max(scores, axis=1, keepdims=True)
+    is_best = lax.broadcasted_iota(jnp.int32, scores.shape, 1) == best[:, None]
+    margin = -jnp.max(jnp.where(is_best, -jnp.inf, below), axis=1)
+    weights = jnp.exp(below)
+    total = jnp.sum(weights, axis=1)
+    log_total = jnp.log(total)
+    entropy = log_total - jnp.sum(weights * below, axis=1) / total
+    return jnp.stack([-log_total, margin, entropy], axis=1)

@@ -1,0 +1,493 @@
+// Drafting for all slots of a step: the algorithm of kernels/draft/reference.py, in which nothing is computed for slots
+// that draft nothing, for places behind the end of a chain, and for places where the lookup is certain.
+//
+// All slots that ask the shadow share one reading of its weights. Phases of a step are cut into chunks of channels for
+// the threads; every channel is computed in one order, so that neither threads nor other slots have a say in its bits.
+#include "draft.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "cpu.h"
+#include "handler.h"
+#include "threads.h"
+
+namespace umbra::draft {
+namespace {
+
+constexpr int64_t kDrafts = 15, kPlaces = 8, kFeatures = 3, kAnswers = 3;  // as in kernels/draft/base.py
+constexpr int kLookup = 1, kShadow = 2, kUnknown = 2;
+constexpr float kCertain = 0.95f, kMinNormal = 0x1p-126f;
+constexpr int64_t kChannels = 48, kFewWeights = 96;  // of a chunk: about 3e4 multiply-adds for a small shadow
+
+struct Weights {
+  int64_t vocab_size, width, rank, mlp, head_size, classes;  // V, D, r, m, Z, C
+  const int8_t* read;
+  const float *read_scale, *context, *epsilon, *recur;
+  Cell cell;
+  const float *start, *step, *markov, *up, *down;
+  const int8_t* head;
+  const float* head_scale;
+  const int32_t* vocab;
+  const float *conf, *conf_bias, *gate, *gate_temperatures, *lookup;
+};
+
+struct Inputs {
+  int64_t slots, length;  // B, S
+  const float* hidden;
+  const int32_t *token, *position, *history;
+  const bool* active;
+  const int32_t* sources;
+  const float* temperature;
+  const uint32_t* seed;
+  const int32_t* room;
+  const float* floor;
+};
+
+struct Results {
+  int32_t *tokens, *source;  // [B, J]
+  float* probability;
+  int32_t* length;  // [B]
+};
+
+struct Chain {
+  int64_t slot, room;
+  int64_t last;  // index of the last token in the history
+  int kind;     // temperature class
+  bool shadow;  // may ask it
+  Match match{0, 0};
+  bool alive = true, follows = false;
+  float product = 1;
+  int64_t seen = 0;  // tokens that the state has seen
+  float *state, *next, *context, *u, *gate, *candidate, *markov, *normed, *mlp, *o;
+  int16_t* integers;
+  float scale;
+  // Of one place:
+  int32_t copied = -1, guess = -1;
+  bool asks = false;
+  float guess_probability = 0;
+};
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+  if (isa() == Isa::avx512) return avx512_kernels;
+  if (isa() == Isa::avx2) return avx2_kernels;
+#endif
+  return portable_kernels;
+}
+
+// Calls `body(begin, size)` over [0, n) in pieces.
+template <class Body>
+void in_chunks(int64_t n, int64_t chunk, Body&& body) {
+  parallel_for((n + chunk - 1) / chunk, [&](int64_t i) { body(i * chunk, std::min(chunk, n - i * chunk)); });
+}
+
+// Memory of the calling thread, kept between calls.
+struct Memory {
+  std::vector<float> floats;
+  std::vector<int16_t> integers;
+  std::vector<Top> tops;
+};
+
+class Drafter {
+ public:
+  Drafter(const Weights& weights, const Inputs& inputs, const Results& results, Memory& memory)
+      : run_(kernels()), w_(weights), in_(inputs), out_(results), memory_(memory) {
+    // The sum of `rank` products with magnitudes up to 128 and this must fit 32 bits.
+    limit_ = static_cast<int32_t>(std::min<int64_t>(32767, 0x7FFFFFFF / (128 * w_.rank)));
+  }
+
+  void draft() {
+    begin();
+    for (int64_t place = 0; place < kDrafts; ++place) {
+      bool any = false;
+      for (Chain& chain : chains_) any |= chain.alive && look_up(chain, place);
+      if (!any) return;
+      ask(place);
+      for (Chain& chain : chains_) {
+        if (chain.alive) take(chain, place);
+      }
+    }
+  }
+
+ private:
+  // --- before the first place ---
+
+  void begin() {
+    std::fill_n(out_.tokens, in_.slots * kDrafts, -1);
+    std::fill_n(out_.source, in_.slots * kDrafts, 0);
+    std::fill_n(out_.probability, in_.slots * kDrafts, 0.0f);
+    std::fill_n(out_.length, in_.slots, 0);
+    for (int64_t b = 0; b < in_.slots; ++b) {
+      const int64_t room = in_.active[b] ? std::min<int64_t>(in_.room[b], kDrafts) : 0;
+      if (room <= 0 || !(in_.sources[b] & (kLookup | kShadow))) continue;
+      Chain chain{};
+      chain.slot = b;
+      chain.room = room;
+      chain.last = std::min<int64_t>(in_.position[b], in_.length - 1);
+      chain.kind = temperature_class(in_.temperature[b]);
+      chain.shadow = in_.sources[b] & kShadow;
+      chains_.push_back(chain);
+    }
+    give_memory();
+    parallel_for(static_cast<int64_t>(chains_.size()), [&](int64_t i) {
+      Chain& chain = chains_[i];
+      if (in_.sources[chain.slot] & kLookup) {
+        chain.match = run_.find_match(in_.history + chain.slot * in_.length, chain.last);
+      }
+      chain.follows = chain.match.length > 0;
+    });
+  }
+
+  int temperature_class(float temperature) const {
+    if (!(temperature >= kMinNormal) || w_.classes == 1) return 0;
+    int64_t nearest = 1;
+    for (int64_t c = 2; c < w_.classes; ++c) {
+      if (std::abs(temperature - w_.gate_temperatures[c]) < std::abs(temperature - w_.gate_temperatures[nearest]))
+        nearest = c;
+    }
+    return static_cast<int>(nearest);
+  }
+
+  void give_memory() {
+    const auto lines = [](int64_t n) { return (n + 15) / 16 * 16; };
+    const int64_t rank = lines(w_.rank), integers = (w_.rank + 31) / 32 * 32;
+    const int64_t normed = lines(std::max(w_.rank, w_.width)), mlp = lines(w_.mlp), all = 8 * rank + normed + mlp;
+    const auto n = static_cast<int64_t>(chains_.size());
+    grow(memory_.floats, n * all);
+    grow(memory_.integers, n * integers);
+    for (int64_t i = 0; i < n; ++i) {
+      Chain& chain = chains_[i];
+      float* at = memory_.floats.data() + i * all;
+      for (float** part : {&chain.state, &chain.next, &chain.context, &chain.u, &chain.gate, &chain.candidate,
+                           &chain.markov, &chain.o}) {
+        *part = at;
+        at += rank;
+      }
+      chain.normed = at;
+      chain.mlp = at + normed;
+      chain.integers = memory_.integers.data() + i * integers;
+    }
+  }
+
+  template <class T>
+  static void grow(std::vector<T>& memory, int64_t size) {
+    if (static_cast<int64_t>(memory.size()) < size) memory.resize(static_cast<size_t>(size));
+  }
+
+  // --- one place ---
+
+  // The lookup's token, and whether to ask the shadow. Whether anybody proposes anything.
+  bool look_up(Chain& chain, int64_t place) {
+    if (chain.follows) {
+      // Behind the end of the history the copy goes on with the chain's own drafts.
+      const int64_t at = chain.match.next + place, behind = at - chain.last - 1;
+      chain.copied = behind < 0 ? in_.history[chain.slot * in_.length + at] : out_.tokens[chain.slot * kDrafts + behind];
+    }
+    const bool certain = chain.follows && lookup_probability(chain, kUnknown, place) >= kCertain;
+    chain.asks = chain.shadow && place < kPlaces && !certain;
+    if (!chain.asks && !chain.follows) chain.alive = false;
+    return chain.alive;
+  }
+
+  float lookup_probability(const Chain& chain, int says, int64_t place) const {
+    return w_.lookup[((chain.kind * (kLongestMatch + 1) + chain.match.length) * kAnswers + says) * kDrafts + place];
+  }
+
+  // The more certain of the two proposals, unless it is not certain enough.
+  void take(Chain& chain, int64_t place) {
+    const int says = chain.asks ? chain.guess == chain.copied : kUnknown;
+    const float expected = chain.follows ? lookup_probability(chain, says, place) : 0;
+    const bool from_shadow = chain.asks && !(chain.follows && !(chain.guess_probability > expected));
+    const int32_t token = from_shadow ? chain.guess : chain.copied;
+    const float probability = from_shadow ? chain.guess_probability : expected;
+    const float product = chain.product * probability;
+    if (!(product >= *in_.floor)) {
+      chain.alive = false;
+      return;
+    }
+    const int64_t at = chain.slot * kDrafts + place;
+    out_.tokens[at] = token;
+    out_.source[at] = from_shadow ? kShadow : kLookup;
+    out_.probability[at] = probability;
+    out_.length[chain.slot] = static_cast<int32_t>(place + 1);
+    chain.product = product;
+    chain.follows = chain.follows && token == chain.copied;
+    chain.alive = place + 1 < chain.room;
+  }
+
+  // --- the shadow ---
+
+  // A guess for every chain that asks.
+  void ask(int64_t place) {
+    asking_.clear();
+    for (Chain& chain : chains_) {
+      if (chain.alive && chain.asks) asking_.push_back(&chain);
+    }
+    if (asking_.empty()) return;
+    // A chain that did not ask at earlier places has a state that is behind.
+    for (;;) {
+      batch_.clear();
+      for (Chain* chain : asking_) {
+        if (chain->seen < place) batch_.push_back(chain);
+      }
+      if (batch_.empty()) break;
+      roll(false);
+    }
+    batch_ = asking_;
+    roll(true);
+    finish_states();
+    score(place);
+  }
+
+  // Row `member` of every chain of the batch, from channel `at` on.
+  template <class T>
+  std::vector<T*> rows(T* Chain::*member, int64_t at = 0) const {
+    std::vector<T*> result;
+    for (const Chain* chain : batch_) result.push_back(chain->*member + at);
+    return result;
+  }
+
+  // out[.., at + n) of the batch: products with columns of w.
+  void product(float* Chain::*x, int64_t in, const float* w, int64_t stride, int64_t at, int64_t n,
+               float* Chain::*out) const {
+    const std::vector<float*> from = rows(x), to = rows(out, at);
+    run_.product(from.data(), static_cast<int64_t>(from.size()), in, w + at, stride, n, to.data());
+  }
+
+  // The states of the batch see one more token; `last`: and what the head needs of it.
+  void roll(bool last) {
+    const int64_t rank = w_.rank;
+    bool first = false;
+    for (Chain* chain : batch_) {
+      first |= chain->seen == 0;
+      begin_step(*chain);
+    }
+    in_chunks(rank, kChannels, [&](int64_t at, int64_t n) {
+      if (first) contexts(at, n);
+      product(&Chain::state, rank, w_.recur, 2 * rank, at, n, &Chain::gate);
+      product(&Chain::state, rank, w_.recur + rank, 2 * rank, at, n, &Chain::candidate);
+      if (last) product(&Chain::u, rank, w_.markov, rank, at, n, &Chain::markov);
+      for (Chain* chain : batch_)
+        run_.cell(w_.cell, chain->gate, chain->candidate, chain->u, chain->context, chain->state, at, n, chain->next);
+    });
+    for (Chain* chain : batch_) {
+      std::swap(chain->state, chain->next);
+      ++chain->seen;
+    }
+  }
+
+  void begin_step(Chain& chain) {
+    const int64_t place = chain.seen;
+    if (place == 0) {
+      std::copy_n(w_.start, w_.rank, chain.state);
+      run_.normalise(in_.hidden + chain.slot * w_.width, w_.width, *w_.epsilon, chain.normed);
+    }
+    const int32_t before = place == 0 ? in_.token[chain.slot] : out_.tokens[chain.slot * kDrafts + place - 1];
+    const int64_t token = std::clamp<int64_t>(before, 0, w_.vocab_size - 1);
+    run_.read(w_.read + token * w_.rank, w_.read_scale[token], w_.step + place * w_.rank, w_.rank, chain.u);
+  }
+
+  // Channels of z, for chains at their first step.
+  void contexts(int64_t at, int64_t n) const {
+    std::vector<float*> from, to;
+    for (const Chain* chain : batch_) {
+      if (chain->seen > 0) continue;
+      from.push_back(chain->normed);
+      to.push_back(chain->context + at);
+    }
+    run_.product(from.data(), static_cast<int64_t>(from.size()), w_.width, w_.context + at, w_.rank, n, to.data());
+  }
+
+  // o of the batch, as integers.
+  void finish_states() {
+    const int64_t rank = w_.rank;
+    for (Chain* chain : batch_) run_.normalise(chain->state, rank, *w_.epsilon, chain->normed);
+    in_chunks(w_.mlp, kFewWeights, [&](int64_t at, int64_t n) {
+      product(&Chain::normed, rank, w_.up, w_.mlp, at, n, &Chain::mlp);
+      for (Chain* chain : batch_) run_.silu(chain->mlp + at, n);
+    });
+    in_chunks(rank, kFewWeights, [&](int64_t at, int64_t n) {
+      product(&Chain::mlp, w_.mlp, w_.down, rank, at, n, &Chain::o);
+      for (Chain* chain : batch_) run_.add(chain->state + at, chain->markov + at, n, chain->o + at);
+    });
+    for (Chain* chain : batch_) chain->scale = run_.quantise(chain->o, rank, limit_, chain->integers);
+  }
+
+  // The guesses of the batch.
+  void score(int64_t place) {
+    const auto count = static_cast<int64_t>(batch_.size());
+    const int64_t chunks = (w_.head_size + kHeadRows - 1) / kHeadRows;
+    grow(memory_.tops, chunks * count);
+    in_chunks(w_.head_size, kHeadRows, [&](int64_t at, int64_t n) {
+      for (int64_t i = 0; i < count; i += kPair)
+        score_rows(place, at, n, i, static_cast<int>(std::min<int64_t>(kPair, count - i)));
+    });
+    for (int64_t i = 0; i < count; ++i) {
+      Top top = memory_.tops[i];
+      for (int64_t chunk = 1; chunk < chunks; ++chunk) top = run_.merge(top, memory_.tops[chunk * count + i]);
+      guess(*batch_[i], place, top);
+    }
+  }
+
+  // Rows [at, at + n) of the head for `pair` chains of the batch.
+  void score_rows(int64_t place, int64_t at, int64_t n, int64_t first, int pair) const {
+    int32_t dots[kPair][kHeadRows];
+    const int16_t* x[kPair];
+    int32_t* out[kPair];
+    for (int i = 0; i < pair; ++i) {
+      x[i] = batch_[first + i]->integers;
+      out[i] = dots[i];
+    }
+    run_.dots(w_.head + at * w_.rank, n, w_.rank, x, pair, out);
+    for (int i = 0; i < pair; ++i) {
+      const Chain& chain = *batch_[first + i];
+      const float temperature = in_.temperature[chain.slot];
+      const uint32_t* const seed = in_.seed + 2 * chain.slot;
+      const auto position = static_cast<uint32_t>(in_.position[chain.slot]) + 1 + static_cast<uint32_t>(place);
+      const Scoring scoring{chain.scale, temperature >= kMinNormal ? temperature : 0, {seed[0], seed[1], position}};
+      Top& top = memory_.tops[at / kHeadRows * static_cast<int64_t>(batch_.size()) + first + i];
+      top = run_.top(dots[i], w_.head_scale + at, w_.vocab + at, n, scoring);
+      top.at += at;
+    }
+  }
+
+  void guess(Chain& chain, int64_t place, const Top& top) const {
+    const int64_t rank = w_.rank;
+    const float log_total = run_.log(top.total);
+    const float features[kFeatures] = {-log_total, top.best - top.second, log_total - top.weighted / top.total};
+    float confidence = run_.dot(w_.conf, chain.o, rank) + run_.dot(w_.conf + rank, chain.u, rank);
+    for (int64_t i = 0; i < kFeatures; ++i) confidence += w_.conf[2 * rank + i] * features[i];
+    confidence += w_.conf_bias[place];
+    const float* const gate = w_.gate + (chain.kind * kPlaces + place) * 2;
+    chain.guess = w_.vocab[top.at];
+    chain.guess_probability = run_.sigmoid(gate[0] * confidence + gate[1]);
+  }
+
+  const Kernels& run_;
+  const Weights& w_;
+  const Inputs& in_;
+  const Results& out_;
+  Memory& memory_;
+  int32_t limit_;
+  std::vector<Chain> chains_;
+  std::vector<Chain*> asking_, batch_;
+};
+
+// Arguments one after the other, each of the type and shape it must have.
+class Arguments {
+ public:
+  explicit Arguments(ffi::RemainingArgs args) : args_(args) {}
+
+  // The first argument that is not as it must be; empty if all are.
+  const std::string& wrong() const { return wrong_; }
+
+  // An axis of any argument; 0 if there is none.
+  int64_t size(size_t argument, size_t axis) const {
+    if (argument >= args_.size()) return 0;
+    const auto buffer = args_.get<ffi::AnyBuffer>(argument);
+    if (!buffer.has_value() || buffer->dimensions().size() <= axis) return 0;
+    return buffer->dimensions()[axis];
+  }
+
+  template <ffi::DataType type>
+  const ffi::NativeType<type>* take(const char* name, std::initializer_list<int64_t> shape) {
+    if (next_ < args_.size()) {
+      const auto buffer = args_.get<ffi::Buffer<type>>(next_++);
+      if (buffer.has_value() && has_shape(*buffer, shape)) return buffer->typed_data();
+    }
+    if (wrong_.empty()) wrong_ = name;
+    return nullptr;
+  }
+
+ private:
+  ffi::RemainingArgs args_;
+  size_t next_ = 0;
+  std::string wrong_;
+};
+
+using ffi::DataType;
+constexpr size_t kWeights = 22;  // fields of DraftWeights, before those of DraftInput
+
+Weights weights_of(Arguments& given) {
+  Weights w{};
+  const int64_t V = w.vocab_size = given.size(0, 0), r = w.rank = given.size(0, 1), D = w.width = given.size(2, 0);
+  const int64_t m = w.mlp = given.size(12, 1), Z = w.head_size = given.size(14, 0), C = w.classes = given.size(20, 0);
+  w.read = given.take<DataType::S8>("read", {V, r});
+  w.read_scale = given.take<DataType::F32>("read_scale", {V});
+  w.context = given.take<DataType::F32>("context", {D, r});
+  w.epsilon = given.take<DataType::F32>("epsilon", {});
+  w.recur = given.take<DataType::F32>("recur", {r, 2 * r});
+  w.cell.gate_u = given.take<DataType::F32>("gate_u", {r});
+  w.cell.gate_z = given.take<DataType::F32>("gate_z", {r});
+  w.cell.bias_g = given.take<DataType::F32>("bias_g", {r});
+  w.cell.bias_c = given.take<DataType::F32>("bias_c", {r});
+  w.start = given.take<DataType::F32>("start", {r});
+  w.step = given.take<DataType::F32>("step", {kPlaces, r});
+  w.markov = given.take<DataType::F32>("markov", {r, r});
+  w.up = given.take<DataType::F32>("up", {r, m});
+  w.down = given.take<DataType::F32>("down", {m, r});
+  w.head = given.take<DataType::S8>("head", {Z, r});
+  w.head_scale = given.take<DataType::F32>("head_scale", {Z});
+  w.vocab = given.take<DataType::S32>("vocab", {Z});
+  w.conf = given.take<DataType::F32>("conf", {2 * r + kFeatures});
+  w.conf_bias = given.take<DataType::F32>("conf_bias", {kPlaces});
+  w.gate = given.take<DataType::F32>("gate", {C, kPlaces, 2});
+  w.gate_temperatures = given.take<DataType::F32>("gate_temperatures", {C});
+  w.lookup = given.take<DataType::F32>("lookup", {C, kLongestMatch + 1, kAnswers, kDrafts});
+  return w;
+}
+
+Inputs inputs_of(Arguments& given, int64_t D) {
+  Inputs in{};
+  const int64_t B = in.slots = given.size(kWeights, 0), S = in.length = given.size(kWeights + 3, 1);
+  in.hidden = given.take<DataType::F32>("hidden", {B, D});
+  in.token = given.take<DataType::S32>("token", {B});
+  in.position = given.take<DataType::S32>("position", {B});
+  in.history = given.take<DataType::S32>("history", {B, S});
+  in.active = given.take<DataType::PRED>("active", {B});
+  in.sources = given.take<DataType::S32>("sources", {B});
+  in.temperature = given.take<DataType::F32>("temperature", {B});
+  in.seed = given.take<DataType::U32>("seed", {B, 2});
+  in.room = given.take<DataType::S32>("room", {B});
+  in.floor = given.take<DataType::F32>("floor", {});
+  return in;
+}
+
+// The fields of DraftWeights and DraftInput, in order.
+ffi::Error draft(ffi::RemainingArgs args, ffi::ResultBuffer<ffi::S32> tokens, ffi::ResultBuffer<ffi::S32> source,
+                 ffi::ResultBuffer<ffi::F32> probability, ffi::ResultBuffer<ffi::S32> length) {
+  Arguments given(args);
+  const Weights weights = weights_of(given);
+  const Inputs inputs = inputs_of(given, weights.width);
+  const int64_t B = inputs.slots;
+  if (!given.wrong().empty())
+    return invalid("umbra_draft: " + given.wrong() + " does not have the type and shape of kernels/draft/base.py");
+  if (!has_shape(*tokens, {B, kDrafts}) || !has_shape(*source, {B, kDrafts}) ||
+      !has_shape(*probability, {B, kDrafts}) || !has_shape(*length, {B}))
+    return invalid("umbra_draft: a result does not have the shape of kernels/draft/base.py");
+  for (const int64_t size : {weights.vocab_size, weights.rank, weights.width, weights.mlp, weights.head_size,
+                             weights.classes, inputs.length}) {
+    if (size < 1) return invalid("umbra_draft: an axis has length 0");
+  }
+  FloatMode mode;
+  static thread_local Memory memory;
+  Drafter(weights, inputs, {tokens->typed_data(), source->typed_data(), probability->typed_data(), length->typed_data()},
+          memory)
+      .draft();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace umbra::draft
+
+UMBRA_HANDLER(umbra_draft, umbra::draft::draft,
+              xla::ffi::Ffi::Bind()
+                  .RemainingArgs()
+                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>());

@@ -1,0 +1,1 @@
+#include "draft_kernel.h"

@@ -1,0 +1,1 @@
+"""Training of shadow networks: prompts, the trunk's own answers, fitting, calibration, report."""

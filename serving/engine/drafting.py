@@ -1,0 +1,86 @@
+"""Drafting inside the step: what the next pass will try, and what rows cost."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...configs.engine import MAX_DRAFT
+from ...kernels.backend import Backend
+from ...kernels.draft import DraftInput, Drafts, DraftWeights, draft
+from .request import FORCED
+from .state import SlotState
+
+class Drafter(NamedTuple):
+    """What drafting reads: arrays, the same in every step."""
+
+    weights: DraftWeights
+    cost: jax.Array  # float32 [.]: time of a pass by its number of tokens
+    length: jax.Array  # int32 []: draft exactly this many tokens; 0: as many as pay
+
+
+def draft_next(
+    drafter: Drafter, backend: Backend, state: SlotState, hidden: jax.Array, grown: jax.Array
+) -> SlotState:
+    """The slots that have `grown` (bool [B]) with drafts for their next pass. `hidden` `[B, D]` are the trunk's hidden
+    states that chose their last tokens."""
+    drafts = grown & state.active & (state.sources > 0)
+    inputs = DraftInput(
+        hidden=hidden, token=state.token, position=state.position, history=state.history, active=drafts,
+        sources=state.sources, temperature=state.temperature, seed=state.seed,
+        room=jnp.clip(state.limit - state.position - 1, 0, MAX_DRAFT), floor=_floor(drafter, state),
+    )  # fmt: skip
+
+    def none() -> Drafts:
+        shape = (len(grown), MAX_DRAFT)
+        return Drafts(
+            jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32),
+            jnp.zeros(len(grown), jnp.int32),
+        )  # fmt: skip
+
+    new = lax.cond(jnp.any(drafts), lambda: draft(drafter.weights, inputs, backend=backend), none)
+    new = _with_conclusion(state, new)
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(grown.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return state._replace(
+        drafts=put(state.drafts, new.tokens),
+        draft_sources=put(state.draft_sources, new.source),
+        draft_odds=put(state.draft_odds, new.probability),
+        n_drafts=put(state.n_drafts, new.length),
+    )
+
+
+def _floor(drafter: Drafter, state: SlotState) -> jax.Array:
+    """The odds below which a drafted token cannot pay, float32 []: a row more costs a pass part of its time, and the
+    pass brings at least a token for each slot. Half of that, since the other slots' drafts change the balance."""
+    n = jnp.sum(state.active)
+    slope = (drafter.cost[n + 1] - drafter.cost[n]) / drafter.cost[n]
+    floor = jnp.where(drafter.length > 0, 0.0, 0.5 * slope * n.astype(jnp.float32))
+    return jnp.maximum(floor, 0.0).astype(jnp.float32)
+
+
+def _with_conclusion(state: SlotState, drafts: Drafts) -> Drafts:
+    """`drafts` with the conclusion of thoughts where it will be written, and nothing behind it."""
+
+    def concluded() -> Drafts:
+        index = state.position[:, None] + 1 + jnp.arange(MAX_DRAFT) - state.conclude_at[:, None]
+        last = state.conclude.shape[1] - 1
+        tokens = jnp.take_along_axis(state.conclude, jnp.clip(index, 0, last), 1)
+        inside = state.thinking[:, None] & (index >= 0) & (index <= last) & (tokens >= 0)
+        start = jnp.where(inside.any(-1), inside.argmax(-1), MAX_DRAFT)
+        inside &= (state.active & (drafts.length >= start))[:, None]  # a chain without a gap
+        end = jnp.where(inside, 1 + jnp.arange(MAX_DRAFT), 0).max(-1)
+        room = jnp.clip(state.limit - state.position - 1, 0, MAX_DRAFT)
+        return Drafts(
+            tokens=jnp.where(inside, tokens, drafts.tokens),
+            source=jnp.where(inside, FORCED, drafts.source),
+            probability=jnp.where(inside, 1.0, drafts.probability),
+            length=jnp.where(inside.any(-1), jnp.minimum(end, room), drafts.length),
+        )
+
+    return lax.cond(jnp.any(state.thinking), concluded, lambda: drafts)
