@@ -45,11 +45,9 @@ def choose(platform: str, asked: str = "auto") -> Chosen:
         raise ValueError(f"kernels {asked!r} do not run on the platform {platform}; supported here: auto, xla, {own}")
     if obstacle:
         raise ValueError(f"kernels {asked!r} cannot be used: {obstacle}; supported here: auto, xla")
-    rest: Backend = "cpu" if own == "cpu" else "xla"
-    how = "native kernels"
-    if own == "tpu":
-        how = "Pallas kernels; sampling and drafting in plain JAX, which the compiler fuses"
-    return Chosen(Kernels(own, own, rest, rest), how)
+    sample: Backend = "cpu" if own == "cpu" else "xla"
+    how = "native kernels" if own == "cpu" else "Pallas kernels; sampling in plain JAX, which the compiler fuses"
+    return Chosen(Kernels(own, own, sample, own), how)
 
 
 def _obstacle(platform: str) -> str | None:

@@ -88,7 +88,7 @@ class Reader:
         targets = jnp.asarray(np.pad(answer, (0, -n % _ROWS)))
         whole = tuple(range(self.model.config.n_layers))
         states = self._after(text.ids, [whole, *map(tuple, subsets)])
-        expected = self._head(text, states[whole])
+        expected = jax.nn.log_softmax(self._head(text, states[whole]))
         made = [_compare(expected, self._head(text, states[tuple(layers)]), targets) for layers in subsets]
         return [Comparison(*(np.asarray(part)[:n] for part in one)) for one in made]
 
@@ -185,13 +185,14 @@ def _execution(static: Static) -> Execution:
 
 
 @jax.jit
-def _compare(whole: jax.Array, part: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
-    """The fields of a `Comparison`, of logits `[R, V]` twice and tokens `[R]`."""
-    p, q = jax.nn.log_softmax(whole), jax.nn.log_softmax(part)
+def _compare(p: jax.Array, part: jax.Array, targets: jax.Array) -> tuple[jax.Array, ...]:
+    """The fields of a `Comparison`, of log-probabilities `[R, V]` of all layers, logits `[R, V]` of the subset and
+    tokens `[R]`."""
+    q = jax.nn.log_softmax(part)
     chosen = targets[:, None]
     return (
         jnp.sum(jnp.exp(p) * (p - q), axis=-1),
-        whole.argmax(-1) == part.argmax(-1),
+        p.argmax(-1) == part.argmax(-1),
         -jnp.take_along_axis(q, chosen, axis=1)[:, 0],
         -jnp.take_along_axis(p, chosen, axis=1)[:, 0],
     )

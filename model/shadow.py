@@ -33,6 +33,8 @@ from ..kernels.backend import Kernels
 from ..kernels.draft import DraftWeights
 
 FORMAT = "umbra-shadow-1"
+HEADER = "shadow"
+"""The entry of the file's metadata that describes the shadow, in JSON."""
 FOLDER = Path(__file__).parent / "shadows"
 """Shadows that ship with the package, `<trunk>.safetensors`."""
 
@@ -191,10 +193,11 @@ def save_shadow(shadow: Shadow, path: Path, *, trunk: str, weights_id: str, note
     }
     arrays["vocab"] = np.asarray(shadow.vocab.get_value(), np.int32)
     header = {
-        "format": FORMAT, "trunk": trunk, "weights_id": weights_id, "notes": json.dumps(dict(notes), sort_keys=True),
-        "config": json.dumps(dataclasses.asdict(shadow.config), sort_keys=True),
+        "format": FORMAT, "trunk": trunk, "weights_id": weights_id, "notes": dict(notes),
+        "config": dataclasses.asdict(shadow.config),
     }  # fmt: skip
-    data = safetensors.numpy.save(arrays, header)
+    # One entry: the library writes several in an order of its own, and the same shadow should give the same file.
+    data = safetensors.numpy.save(arrays, {HEADER: json.dumps(header, sort_keys=True)})
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
@@ -207,7 +210,7 @@ def load_shadow(path: Path, *, trunk: TrunkConfig, weights_id: str) -> Shadow:
             f"the shadow {path} was trained for the trunk {header['trunk']} with the weights {header['weights_id']}; "
             f"these are {trunk.name} with {weights_id}; train one with scripts/train_shadow.py, or go without a shadow"
         )
-    given = json.loads(header["config"])
+    given = header["config"]
     config = ShadowConfig(**{**given, "temperatures": tuple(given["temperatures"])})
     if config.d_model != trunk.d_model:
         raise ShadowError(f"the shadow {path} is for a trunk of width {config.d_model}, this one has {trunk.d_model}")
@@ -226,12 +229,12 @@ def shipped(weights_id: str) -> Path | None:
     return None
 
 
-def _header(path: Path) -> dict[str, str]:
+def _header(path: Path) -> dict[str, Any]:
     try:
         with safetensors.safe_open(path, "numpy") as file:
-            header = file.metadata() or {}
-    except (OSError, safetensors.SafetensorError) as error:
+            header = json.loads((file.metadata() or {}).get(HEADER, "{}"))
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise ShadowError(f"cannot read the shadow {path}: {error}") from error
-    if header.get("format") != FORMAT:
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ShadowError(f"{path} is not a shadow of the format {FORMAT}; scripts/train_shadow.py writes such files")
     return header

@@ -38,7 +38,7 @@ FOLDER = Path(__file__).parent / "skips"
 KEPT_ENDS = 2
 """Layers at either end that are never left out."""
 
-SHORTLIST = 10
+SHORTLIST = 8
 """Candidates that are tried at each step after the first: those that cost least the last time they were tried."""
 
 Progress = Callable[[str, int, int], None]

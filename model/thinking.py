@@ -1,9 +1,10 @@
 """How a model is made to think before it answers, and how it says that it has finished.
 
 A model that was trained to think has markers around its thoughts in its chat template (`native`), often with a switch
-for them. Any other chat model is asked to (`generic`): an instruction follows the last user message. In both cases the
-opening marker ends the prompt, so that the first generated token is a thought, and all else is said in token ids:
-sequences that end the thoughts, and one that concludes them for a model that found no end.
+for them. Any other chat model is asked to (`generic`): an instruction follows the last user message, and the markers
+are plain words, after which even a small model has something to say (after `</think>`, SmolLM2-135M mostly ends its
+turn). In both cases the opening marker ends the prompt, so that the first generated token is a thought, and all else is
+said in token ids: sequences that end the thoughts, and one that concludes them for a model that found no end.
 """
 
 from __future__ import annotations
@@ -18,18 +19,16 @@ from .tokenizer import Tokenizer
 Ids = tuple[int, ...]
 
 NATIVE_MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-GENERIC_MARKERS = ("<think>", "</think>")
+GENERIC_MARKERS = (("Let me think step by step.", "Final answer:"), ("<think>", "</think>"))
+"""The first whose end the vocabulary writes in few enough tokens."""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn thoughts on and off."""
 
-PREAMBLE = (
-    "\n\nThink before you answer: first write down your thoughts, step by step, between {open} and {close}. "
-    "Then, after {close}, write only the answer."
-)
-CONCLUSIONS = ("\n\nThat is enough thought; now I can answer.\n", "\n")
+PREAMBLE = '\n\nThink step by step first. Then write "{close}" followed by your answer.'
+CONCLUSIONS = {"native": ("\n\nThat is enough thought; now I can answer.\n", "\n"), "generic": ("\n\n",)}
 """What is written before the closing marker at the end of the budget: the first that is short enough."""
 
-_AROUND = (("a\n", ""), ("a\n", "\n\n"), ("a", "\n"), ("a. ", " a"), ("a.", "\n\n"), ("a\n\n", "\n"), ("a)", "a"))
+_AROUND = (("a\n", ""), ("a\n", "\n\n"), ("a", "\n"), ("a. ", " a"), ("a.", "\n\n"), ("a)", "a"), ("**", "**"))
 """Texts around a closing marker: the neighbours may share a token with it."""
 
 
@@ -48,7 +47,8 @@ class Thinker:
         if native is None and "enable_thinking" in self._switches:
             native = NATIVE_MARKERS[0]
         self.kind: Literal["native", "generic"] = "generic" if native is None else "native"
-        self.open_text, self.close_text = native or GENERIC_MARKERS
+        pairs = GENERIC_MARKERS if native is None else (native,)
+        self.open_text, self.close_text = next((pair for pair in pairs if _closing(tokenizer, pair[1])), pairs[0])
         self._suffix_on = "" if self._opens(True) else f"{self.open_text}\n"
         self._suffix_off = f"{self.close_text}\n\n" if native is not None and self._opens(False) else ""
         self.close = _closing(tokenizer, self.close_text)
@@ -86,7 +86,7 @@ class Thinker:
         return text.rstrip().endswith(self.open_text)
 
     def _conclusion(self) -> Ids:
-        for text in CONCLUSIONS:
+        for text in CONCLUSIONS[self.kind]:
             ids = tuple(self._tokenizer.encode(text + self.close_text, special=True))
             if len(ids) <= MAX_CONCLUDE_TOKENS and any(ids[-len(close) :] == close for close in self.close):
                 return ids
@@ -94,7 +94,7 @@ class Thinker:
 
     def _instructed(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """`messages` with the instruction to think at the end of the last user message."""
-        preamble = PREAMBLE.format(open=self.open_text, close=self.close_text)
+        preamble = PREAMBLE.format(close=self.close_text)
         for i in range(len(messages) - 1, -1, -1):
             message = messages[i]
             if message.get("role") == "user":

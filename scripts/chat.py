@@ -392,7 +392,8 @@ class Chat:
         system = [{"role": "system", "content": self._system}] if self._system else []
         asked = {"role": "user", "content": question}
         pieces = self._backend.answer([*system, *self._turns, asked], self._think)
-        speed, text, ending, thoughts = Speed(), [], "", False
+        speed, ending, thoughts = Speed(), "", False
+        text: list[str] = []
         try:
             for piece in pieces:
                 speed.add(piece)
@@ -458,12 +459,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
-    if args.url and (
-        args.threads or args.mesh or args.lossy or {args.quant, args.kv, args.kernels, args.draft, args.shadow} != {"auto"}
-    ):
-        options.error(
-            "--quant, --kv, --kernels, --threads, --mesh, --draft, --shadow and --lossy belong to a local model, not to --url"
-        )
+    automatic = {getattr(args, name) for name in ("quant", "kv", "kernels", "draft", "shadow")} == {"auto"}
+    if args.url and (args.threads or args.mesh or args.lossy or not automatic):
+        local = "--quant, --kv, --kernels, --threads, --mesh, --draft, --shadow and --lossy"
+        options.error(f"{local} belong to a local model, not to --url")
     if args.api_key and not args.url:
         options.error("--api-key belongs to --url")
     typed = sys.stdin.isatty()

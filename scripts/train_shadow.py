@@ -27,7 +27,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from umbra.configs.machine import cores
 from umbra.configs.prompt_sets import FOLDER, Prompt, PromptFileError, load_prompts
 from umbra.configs.shadow import ShadowConfig, TrainingConfig
-from umbra.configs.trunk import RopeScaling, TrunkConfig
 from umbra.model.weights.errors import ModelError
 from umbra.scripts.model_options import OneLineParser, add_model_options, open_engine, positive, prepare
 from umbra.serving.console import StartupProgress
@@ -161,7 +160,7 @@ def answer(
     with StartupProgress(console) as starting:
         model, engine = open_engine(
             args.model, args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding, progress=starting,
-            warm=False, kv=args.kv, slots=args.streams, max_queue=args.streams, features=True, decode_steps=1,
+            warm=False, draft="off", kv=args.kv, slots=args.streams, max_queue=args.streams, features=True, decode_steps=1,
             context_length=CONTEXT,
         )  # fmt: skip
     try:
@@ -209,8 +208,9 @@ def learn(
 ) -> None:  # fmt: skip
     from umbra.model.training import pipeline
     from umbra.model.training.report import write_report
+    from umbra.model.weights.orbax import config_from_json
 
-    trunk = _trunk(about["trunk"])
+    trunk = config_from_json(about["trunk"])
     shape = ShadowConfig.for_trunk(trunk, (0.0, *config.temperatures), args.vocab)
     shape = dataclasses.replace(shape, rank=args.rank or shape.rank, mlp=args.mlp or shape.mlp)
     result = pipeline.train(
@@ -222,14 +222,6 @@ def learn(
     rates = ", ".join(f"{name} {value:.2f}" for name, value in result.held_out.gated["all"].items())
     print(f"{args.out / 'shadow.safetensors'}: {result.size}")
     print(f"tokens per pass on held-out prompts: {rates}; see {report}")
-
-
-def _trunk(plain: dict[str, Any]) -> TrunkConfig:
-    """The configuration as it went into JSON."""
-    scaling = plain["rope_scaling"]
-    if scaling is not None:
-        scaling = RopeScaling(**{**scaling, "factors": tuple(scaling["factors"])})
-    return TrunkConfig(**{**plain, "rope_scaling": scaling, "layer_pattern": tuple(plain["layer_pattern"])})
 
 
 def _told(args: argparse.Namespace) -> list[str]:

@@ -1,6 +1,6 @@
 """Guessing the next tokens of a sequence: by looking up what followed before, and with a shadow network."""
 
-from .api import draft
+from .api import draft, laid_out
 from .base import (
     AGREES,
     CERTAIN,
@@ -36,6 +36,7 @@ __all__ = [
     "DraftWeights",
     "Drafts",
     "draft",
+    "laid_out",
     "lookup_only",
     "widths",
 ]

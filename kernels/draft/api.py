@@ -17,4 +17,17 @@ def draft(weights: DraftWeights, inputs: DraftInput, *, backend: Backend) -> Dra
         from .cpu import draft as native_draft
 
         return native_draft(weights, inputs)
+    if backend == "tpu":
+        from .tpu import draft as tpu_draft
+
+        return tpu_draft(weights, inputs)
     return reference.draft(weights, inputs)
+
+
+def laid_out(weights: DraftWeights, backend: Backend) -> DraftWeights:
+    """The weights as the backend wants them in memory; to be done once, when they are loaded."""
+    if backend != "tpu":
+        return weights
+    from .tpu import laid_out as tpu_laid_out
+
+    return tpu_laid_out(weights)

@@ -4,9 +4,14 @@ Letters: B slots, D model width, V vocabulary, S context, r shadow rank, m width
 C temperature classes, J drafts at most.
 
 A slot's drafts are one chain of guesses at the tokens that follow its last one. Two sources propose the token of each
-place j = 0, 1, ...: the *lookup* copies what followed the most recent of the longest earlier occurrences of the last
-tokens; the *shadow* is a small recurrent network on the trunk's last hidden state h. Its step at place j, with x the
-token before that place (`rms(v)` is v / sqrt(mean v^2 + epsilon)):
+place j = 0, 1, ...
+
+The *lookup* copies what followed an earlier occurrence, in the history, of the last tokens (history and drafts): the
+longest one, the most recent of equally long ones. A chain follows its match as long as it copies the same; where it
+follows none, one is looked for again. A copy that reaches the end of the history goes on with the chain's drafts.
+
+The *shadow* is a small recurrent network on the trunk's last hidden state h. Its step at place j, with x the token
+before that place (`rms(v)` is v / sqrt(mean v^2 + epsilon)):
 
     z = rms(h) @ context                                         once
     u = read[x] * read_scale[x] + step[j]
@@ -99,8 +104,9 @@ class DraftWeights(NamedTuple):
     """float32 [C]: the temperature of each class, 0 first. A greedy slot is of the first class, any other one of the
     class with the nearest temperature behind the first, the lower one on ties; of the first if there is no other."""
     lookup: Array
-    """float32 [C, LONGEST_MATCH + 1, 3, J]: probability that the lookup's token is accepted, by the match's length (in
-    tokens; 0 and 1 are not used), what the shadow says (DIFFERS, AGREES, UNKNOWN), and the place."""
+    """float32 [C, LONGEST_MATCH + 1, 3, J]: probability that the lookup's token is accepted, by the length of the match
+    when it was found (in tokens; 0 and 1 are not used), what the shadow says (DIFFERS, AGREES, UNKNOWN), and how many
+    tokens were copied from this match before."""
 
 
 class DraftInput(NamedTuple):

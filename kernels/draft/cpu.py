@@ -22,11 +22,7 @@ def draft(weights: DraftWeights, inputs: DraftInput) -> Drafts:
     """See `api.draft`; sharded arrays only as parts, inside `shard_map`."""
     slots = inputs.token.shape[0]
     ints = jax.ShapeDtypeStruct((slots, MAX_DRAFTS), jnp.int32)
-    results = Drafts(
-        tokens=ints,
-        source=ints,
-        probability=jax.ShapeDtypeStruct((slots, MAX_DRAFTS), jnp.float32),
-        length=jax.ShapeDtypeStruct((slots,), jnp.int32),
-    )
-    call = jax.ffi.ffi_call(native.handler("umbra_draft"), tuple(results))
+    odds = jax.ShapeDtypeStruct((slots, MAX_DRAFTS), jnp.float32)
+    length = jax.ShapeDtypeStruct((slots,), jnp.int32)
+    call = jax.ffi.ffi_call(native.handler("umbra_draft"), (ints, ints, odds, length))
     return Drafts(*call(*weights, *inputs))

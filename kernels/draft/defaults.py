@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .base import FEATURES, LONGEST_MATCH, MAX_DRAFTS, SHADOW_PLACES, DraftWeights
@@ -23,7 +25,7 @@ def lookup_only(d_model: int) -> DraftWeights:
         return np.zeros(shape, np.float32)
 
     r, m, z = 8, 8, 8
-    return DraftWeights(
+    fields: dict[str, Any] = dict(
         read=np.zeros((1, r), np.int8), read_scale=zeros(1), context=zeros(d_model, r), epsilon=np.float32(1e-5),
         recur=zeros(r, 2 * r), gate_u=zeros(r), gate_z=zeros(r), bias_g=zeros(r), bias_c=zeros(r), start=zeros(r),
         step=zeros(SHADOW_PLACES, r), markov=zeros(r, r), up=zeros(r, m), down=zeros(m, r),
@@ -31,3 +33,4 @@ def lookup_only(d_model: int) -> DraftWeights:
         conf=zeros(2 * r + FEATURES), conf_bias=zeros(SHADOW_PLACES), gate=zeros(1, SHADOW_PLACES, 2),
         gate_temperatures=zeros(1), lookup=odds,
     )  # fmt: skip
+    return DraftWeights(**fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -30,17 +31,25 @@ class _Slots(NamedTuple):
     """What does not change while the chains grow."""
 
     room: Array  # int32 [B]: 0 for slots that draft nothing
+    lookup: Array  # bool [B]: may use the lookup
     shadow: Array  # bool [B]: may use the shadow
     kind: Array  # int32 [B]: temperature class
-    match: Array  # int32 [B]: length of the lookup's match, 0 without one
-    next: Array  # int32 [B]: index in the history of what followed the match
     context: Array  # float32 [B, r]: z
+
+
+class _Match(NamedTuple):
+    """What a chain follows: an earlier occurrence of its last tokens."""
+
+    length: Array  # int32 [B]: in tokens, 0 for none
+    next: Array  # int32 [B]: index of the token to copy first
+    place: Array  # int32 [B]: where it was found
 
 
 class _Chains(NamedTuple):
     place: Array  # int32 []
     alive: Array  # bool [B]: may get a draft at `place`
-    follows: Array  # bool [B]: has followed the match so far
+    follows: Array  # bool [B]: has copied all since it found the match
+    match: _Match
     product: Array  # float32 [B]
     state: Array  # float32 [B, r]: s
     drafts: Drafts
@@ -53,14 +62,19 @@ class _Guess(NamedTuple):
     probability: Array  # float32 [B]
 
 
-def draft(weights: DraftWeights, inputs: DraftInput) -> Drafts:
-    """See `api.draft`."""
+def _rows(ids: Array, table: Array) -> Array:
+    return table[ids].astype(jnp.float32)
+
+
+def draft(weights: DraftWeights, inputs: DraftInput, rows: Callable[[Array, Array], Array] = _rows) -> Drafts:
+    """See `api.draft`. `rows` takes rows of a table `[V, r]`, float32. Tables may have more columns than r: zeros."""
     slots = _slots(weights, inputs)
     n, rank = inputs.hidden.shape[0], weights.start.shape[0]
     chains = _Chains(
         place=jnp.int32(0),
         alive=slots.room > 0,
-        follows=slots.match > 0,
+        follows=jnp.zeros(n, bool),
+        match=_Match(*(jnp.zeros(n, jnp.int32) for _ in _Match._fields)),
         product=jnp.ones(n, jnp.float32),
         state=jnp.broadcast_to(weights.start, (n, rank)),
         drafts=Drafts(
@@ -74,17 +88,13 @@ def draft(weights: DraftWeights, inputs: DraftInput) -> Drafts:
     def unfinished(chains: _Chains) -> Array:
         return (chains.place < MAX_DRAFTS) & jnp.any(chains.alive)
 
-    return lax.while_loop(unfinished, lambda chains: _extend(weights, inputs, slots, chains), chains).drafts
+    return lax.while_loop(unfinished, lambda chains: _extend(weights, inputs, slots, chains, rows), chains).drafts
 
 
 def _slots(weights: DraftWeights, inputs: DraftInput) -> _Slots:
     room = jnp.where(inputs.active, jnp.clip(inputs.room, 0, MAX_DRAFTS), 0)
     lookup = (room > 0) & (inputs.sources & LOOKUP > 0)
     shadow = (room > 0) & (inputs.sources & SHADOW > 0)
-    none = jnp.zeros_like(room)
-    match, following = lax.cond(
-        jnp.any(lookup), lambda: _find_match(inputs.history, inputs.position), lambda: (none, none)
-    )
     context = lax.cond(
         jnp.any(shadow),
         lambda: _rms(inputs.hidden, weights.epsilon) @ weights.context,
@@ -92,10 +102,9 @@ def _slots(weights: DraftWeights, inputs: DraftInput) -> _Slots:
     )
     return _Slots(
         room=room,
+        lookup=lookup,
         shadow=shadow,
         kind=_temperature_class(inputs.temperature, weights.gate_temperatures),
-        match=jnp.where(lookup, match, 0),
-        next=following,
         context=context,
     )
 
@@ -111,46 +120,62 @@ def _temperature_class(temperature: Array, of_classes: Array) -> Array:
     return jnp.where(_is_greedy(temperature), 0, nearest).astype(jnp.int32)
 
 
-def _find_match(history: Array, position: Array) -> tuple[Array, Array]:
-    """The longest earlier occurrence of the tokens up to `position`, the most recent of equally long ones.
-
-    Its length (int32 [B], 0 below `SHORTEST_MATCH`) and the index of what follows it.
-    """
-    size = history.shape[1]
+def _find_match(inputs: DraftInput, place: Array, tokens: Array) -> _Match:
+    """The longest occurrence, in the history, of the tokens before `place`, the most recent of equally long ones."""
+    history, size = inputs.history, inputs.history.shape[1]
+    last = inputs.position + place
     ends = lax.broadcasted_iota(jnp.int32, history.shape, 1)  # of an occurrence
-    running = ends < position[:, None]
+    running = (ends <= inputs.position[:, None]) & (ends < last[:, None])
     length = jnp.zeros_like(history)
+    at = last[:, None] - jnp.arange(LONGEST_MATCH)
+    wanted = jnp.where(at >= 0, _tokens_at(inputs, tokens, at), -1)  # all gathered at once: a TPU starts few operations
     for back in range(LONGEST_MATCH):
-        at = position - back
-        wanted = jnp.take_along_axis(history, jnp.clip(at, 0, size - 1)[:, None], axis=1)
-        shifted = jnp.pad(history, ((0, 0), (back, 0)))[:, :size]
-        running &= (shifted == wanted) & (ends >= back) & (at >= 0)[:, None]
+        shifted = jnp.pad(history, ((0, 0), (back, 0)), constant_values=-2)[:, :size]
+        running &= shifted == wanted[:, back, None]
         length += running
     best = jnp.max(jnp.where(length >= SHORTEST_MATCH, length * size + ends, 0), axis=1)
-    return best // size, best % size + 1
+    return _Match(best // size, best % size + 1, jnp.broadcast_to(place, best.shape))
 
 
-def _extend(weights: DraftWeights, inputs: DraftInput, slots: _Slots, chains: _Chains) -> _Chains:
+def _tokens_at(inputs: DraftInput, tokens: Array, at: Array) -> Array:
+    """The tokens at indices `at` [B, n] of the histories, which go on with the drafts `tokens` [B, J]."""
+    old = jnp.take_along_axis(inputs.history, jnp.clip(at, 0, inputs.history.shape[1] - 1), axis=1)
+    drafted = jnp.clip(at - inputs.position[:, None] - 1, 0, MAX_DRAFTS - 1)
+    new = jnp.take_along_axis(tokens, drafted, axis=1)
+    return jnp.where(at <= inputs.position[:, None], old, new)
+
+
+def _extend(
+    weights: DraftWeights, inputs: DraftInput, slots: _Slots, chains: _Chains, rows: Callable[[Array, Array], Array]
+) -> _Chains:
     """One more draft for every chain that is alive."""
     place, drafts = chains.place, chains.drafts
-    copied = _copied(inputs, slots, place, drafts.tokens)
-    sure = chains.follows & (_lookup_probability(weights, slots, UNKNOWN, place) >= CERTAIN)
+    seeks = chains.alive & slots.lookup & ~chains.follows
+    found = lax.cond(
+        jnp.any(seeks),
+        lambda: _find_match(inputs, place, drafts.tokens),
+        lambda: jax.tree.map(jnp.zeros_like, chains.match),
+    )
+    match = jax.tree.map(lambda new, old: jnp.where(seeks, new, old), found, chains.match)
+    follows = chains.follows | (seeks & (match.length > 0))
+    copied = _tokens_at(inputs, drafts.tokens, (match.next + place - match.place)[:, None])[:, 0]
+    sure = follows & (_lookup_probability(weights, slots, match, UNKNOWN, place) >= CERTAIN)
     can_ask = chains.alive & slots.shadow & (place < SHADOW_PLACES)
     asks = can_ask & ~sure
 
     # The state rolls over every token, whoever drafted it.
-    u = lax.cond(jnp.any(can_ask), lambda: _read(weights, inputs, place, drafts.tokens), lambda: slots.context)
+    u = lax.cond(jnp.any(can_ask), lambda: _read(weights, inputs, place, drafts.tokens, rows), lambda: slots.context)
     state = lax.cond(jnp.any(can_ask), lambda: _cell(weights, chains.state, u, slots.context), lambda: chains.state)
     nothing = _Guess(jnp.full_like(slots.room, -1), jnp.zeros_like(chains.product))
     guess = lax.cond(jnp.any(asks), lambda: _guess(weights, inputs, slots.kind, place, state, u, asks), lambda: nothing)
 
     says = jnp.where(asks, (guess.token == copied).astype(jnp.int32), UNKNOWN)
-    expected = _lookup_probability(weights, slots, says, place)
-    from_shadow = asks & ~(chains.follows & ~(guess.probability > expected))
+    expected = _lookup_probability(weights, slots, match, says, place)
+    from_shadow = asks & ~(follows & ~(guess.probability > expected))
     token = jnp.where(from_shadow, guess.token, copied)
     probability = jnp.where(from_shadow, guess.probability, expected)
     product = chains.product * probability
-    stands = chains.alive & (chains.follows | asks) & (product >= inputs.floor)
+    stands = chains.alive & (follows | asks) & (product >= inputs.floor)
 
     def put(all_: Array, new: Array) -> Array:
         return all_.at[:, place].set(jnp.where(stands, new, all_[:, place]))
@@ -158,7 +183,8 @@ def _extend(weights: DraftWeights, inputs: DraftInput, slots: _Slots, chains: _C
     return _Chains(
         place=place + 1,
         alive=stands & (place + 1 < slots.room),
-        follows=chains.follows & (token == copied),
+        follows=follows & (token == copied),
+        match=match,
         product=jnp.where(stands, product, chains.product),
         state=state,
         drafts=Drafts(
@@ -170,29 +196,22 @@ def _extend(weights: DraftWeights, inputs: DraftInput, slots: _Slots, chains: _C
     )
 
 
-def _copied(inputs: DraftInput, slots: _Slots, place: Array, tokens: Array) -> Array:
-    """The lookup's token: behind the end of the history its copy goes on with the chain's own drafts."""
-    at = slots.next + place
-    old = jnp.take_along_axis(inputs.history, jnp.clip(at, 0, inputs.history.shape[1] - 1)[:, None], axis=1)[:, 0]
-    drafted = jnp.clip(at - inputs.position - 1, 0, MAX_DRAFTS - 1)
-    new = jnp.take_along_axis(tokens, drafted[:, None], axis=1)[:, 0]
-    return jnp.where(at <= inputs.position, old, new)
-
-
-def _lookup_probability(weights: DraftWeights, slots: _Slots, says: Array | int, place: Array) -> Array:
-    return weights.lookup[slots.kind, slots.match, says, place]
+def _lookup_probability(weights: DraftWeights, slots: _Slots, match: _Match, says: Array | int, place: Array) -> Array:
+    return weights.lookup[slots.kind, match.length, says, place - match.place]
 
 
 def _rms(x: Array, epsilon: Array) -> Array:
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
 
 
-def _read(weights: DraftWeights, inputs: DraftInput, place: Array, tokens: Array) -> Array:
+def _read(
+    weights: DraftWeights, inputs: DraftInput, place: Array, tokens: Array, rows: Callable[[Array, Array], Array]
+) -> Array:
     """u of the token before `place`."""
     before = jnp.where(place == 0, inputs.token, tokens[:, jnp.maximum(place - 1, 0)])
     before = jnp.clip(before, 0, weights.read.shape[0] - 1)
     step = weights.step[jnp.minimum(place, SHADOW_PLACES - 1)]
-    return weights.read[before].astype(jnp.float32) * weights.read_scale[before][:, None] + step
+    return rows(before, weights.read)[:, : len(step)] * weights.read_scale[before][:, None] + step
 
 
 def _cell(weights: DraftWeights, state: Array, u: Array, z: Array) -> Array:
@@ -206,7 +225,9 @@ def _guess(
 ) -> _Guess:
     mlp = jax.nn.silu(_rms(state, weights.epsilon) @ weights.up) @ weights.down
     o = state + u @ weights.markov + mlp
-    scores = jnp.einsum("br,zr->bz", o, weights.head.astype(jnp.float32)) * weights.head_scale
+    head = weights.head.astype(jnp.float32)
+    wide = jnp.pad(o, ((0, 0), (0, head.shape[1] - o.shape[1])))
+    scores = jnp.einsum("br,zr->bz", wide, head) * weights.head_scale
     greedy = _is_greedy(inputs.temperature)
     ids = weights.vocab.astype(jnp.uint32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 def widths(probability: Array, length: Array, active: Array, cost: Array, budget: Array) -> Array:
@@ -23,10 +23,11 @@ def widths(probability: Array, length: Array, active: Array, cost: Array, budget
     there = active[:, None] & (jnp.arange(n_drafts) < length[:, None])
     kept = jnp.where(there, jnp.clip(jnp.nan_to_num(probability), 0, 1), 0)
     value = jnp.cumprod(kept, axis=1).T.reshape(-1)  # place by place: equal products keep their order in the chain
-    order = jnp.argsort(-value, stable=True)
+    # Much faster than a sort on a CPU; the lower index comes first on ties there too.
+    best, order = lax.top_k(value, min(len(value), most_rows))
 
     base = jnp.sum(active, dtype=jnp.int32)
-    gained = jnp.concatenate([jnp.zeros(1), jnp.cumsum(value[order])])
+    gained = jnp.concatenate([jnp.zeros(1), jnp.cumsum(best)])
     drafts = jnp.arange(gained.shape[0])
     possible = base + drafts <= jnp.minimum(budget, most_rows)
     per_cost = (base + gained) / cost[jnp.minimum(base + drafts, most_rows)]

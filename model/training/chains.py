@@ -156,21 +156,23 @@ def _chunk(
     cell = Cell(*(getattr(weights, name) for name in Cell._fields))
     read = weights.read[tokens].astype(jnp.float32) * weights.read_scale[tokens][..., None] + weights.step
     z = rms(hidden.astype(jnp.float32), weights.epsilon) @ cell.context
-    state = jnp.broadcast_to(cell.start, z.shape)
     ids = weights.vocab.astype(jnp.uint32)
     seeds = jnp.stack([seed, jnp.zeros_like(seed)], axis=1)
-    guesses, features = [], []
-    for place in range(SHADOW_PLACES):
-        u = read[:, place]
+
+    def one(state: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        u, place = inputs
         state, o = step(cell, state, u, z, weights.epsilon)
         scores = o @ head.T
         if sampled:
             noise = jax.vmap(gumbel_of, (0, 0, None))(seeds, position + 1 + place, ids)
             scores = scores / temperature[:, None] + noise
         best, log_best, margin, entropy = _summary(scores)
-        guesses.append(weights.vocab[best])
-        features.append(jnp.concatenate([o, u, jnp.stack([log_best, margin, entropy], axis=1)], axis=1))
-    return jnp.stack(guesses, axis=1), jnp.stack(features, axis=1).astype(jnp.float16)
+        features = jnp.concatenate([o, u, jnp.stack([log_best, margin, entropy], axis=1)], axis=1)
+        return state, (weights.vocab[best], features.astype(jnp.float16))
+
+    start = jnp.broadcast_to(cell.start, z.shape)
+    _, (guesses, features) = jax.lax.scan(one, start, (jnp.swapaxes(read, 0, 1), jnp.arange(SHADOW_PLACES)))
+    return guesses.T, jnp.swapaxes(features, 0, 1)
 
 
 def _summary(scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

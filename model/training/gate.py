@@ -119,7 +119,7 @@ def live(proposals: Proposals, corpus: Corpus, accepted: np.ndarray) -> np.ndarr
     """bool [A]: the anchors at which a pass starts, when the pass after each anchor accepts so many drafts."""
     starts = np.zeros(len(accepted), bool)
     first = np.flatnonzero(np.diff(corpus.answer[proposals.anchors], prepend=-1))
-    for begin, end in zip(first, [*first[1:], len(accepted)], strict=True):
+    for begin, end in zip(first, np.append(first[1:], len(accepted))[: len(first)], strict=True):
         at = int(begin)
         while at < end:
             starts[at] = True

@@ -14,15 +14,17 @@ from ...configs.machine import cores
 from ...configs.prompt_sets import DEFAULT, PromptFileError
 from ...model.weights.errors import ModelError
 from ..model_options import OneLineParser, add_draft_option, add_model_options, positive
-from . import exact, harness, kernels, passes, quality, serve
+from . import drafts, exact, flat, harness, kernels, levels, lossy, passes, quality, serve
 from .plan import MIN_TOKENS, Plan
 from .processes import BenchError
 from .report import save, show
-from .systems import MODULES, PEERS
+from .systems import DRAFTING, MODULES, PEERS
+from .tasks import COUNT
 
 WIDTHS = (1, 2, 4, 5, 8, 16, 32)
 ROWS = (1, 2, 4, 5, 8, 16, 32, 128)
 CONTEXTS = (128, 1024, 8000)
+SHORTEST_FLAT = 400
 _WIDTHS = "default " + ",".join(map(str, WIDTHS))
 
 ABOUT = {
@@ -33,8 +35,21 @@ ABOUT = {
     "passes": "a pass of several tokens over one of a single token; what a long context adds to a pass",
     "kernels": "single operations against the machine's measured peak and plain JAX",
     "quality": "agreement with the float32 model, and perplexity, on its own answers",
-    "exact": "whether ids and logits depend on batch mates, chunks, pass widths, table width or threads",
+    "levels": "the levels side by side: speed, agreement with the trunk, task score, thoughts; subsets of layers",
+    "flat": "tokens/s over windows of a long stream, with the growing KV divided out",
+    "skips": "what every layer contributes, and what subsets of layers lose",
+    "relax": "what relaxed acceptance loses, and the largest margin within a calibrated bound",
+    "exact": "whether ids and logits depend on drafts, batch mates, chunks, pass widths, table width or threads",
 }
+
+
+ALONE = ("exact", "levels", "skips", "relax")
+"""Benchmarks that compare with nothing else."""
+
+DRAFTED = ("decode", "prefill", "batch", "serve", "flat", "levels", "relax")
+"""Benchmarks that draft as they are told."""
+BUILT_IN = ("skips", "relax")
+"""Benchmarks that need more prompts than a file of ours has."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,17 +58,22 @@ def parser() -> argparse.ArgumentParser:
     for bench, about in ABOUT.items():
         sub = benches.add_parser(bench, help=about, description=about, allow_abbrev=False)
         add_model_options(sub)
-        if bench != "exact":
+        if bench not in ALONE:
             sub.add_argument(
                 "--against", type=_peers(bench), default=("xla",) if bench == "kernels" else (), metavar="PEER,...",
                 help=_peers_help(bench),
             )  # fmt: skip
-        if bench != "kernels":
+        if bench in DRAFTED:
             add_draft_option(sub)
+        elif bench in ("passes", "exact"):
+            sub.add_argument("--shadow", default="auto", metavar="F", help="the shadow network: auto, off or a file")
+        if bench != "kernels":
+            built_in = bench in BUILT_IN
             sub.add_argument(
-                "--prompts", type=Path, default=DEFAULT, metavar="F.jsonl", help="prompt file (default: ours)"
-            )
-        if bench not in ("quality", "exact"):
+                "--prompts", type=Path, default=None if built_in else DEFAULT, metavar="F.jsonl",
+                help=f"prompt file (default: {'prompts made from our templates' if built_in else 'ours'})",
+            )  # fmt: skip
+        if bench not in ("quality", "exact", "skips", "relax"):
             sub.add_argument("--rounds", type=positive, default=3, metavar="N", help="turns of each system (default 3)")
         sub.add_argument("--json", type=Path, metavar="OUT", help="write the report here")
         _ADD[bench](sub)
@@ -61,11 +81,55 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _decode_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--each", type=positive, metavar="N", help="first N prompts of every category, instead of --limit")
     sub.add_argument("--limit", type=positive, default=8, metavar="N", help="first N prompts (default 8)")
     sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream (default 128)")
+    _add_draft_length(sub)
+    sub.add_argument(
+        "--temperature", type=_factor, default=0.0, metavar="T", help="draw tokens, with seeds (default: greedy)"
+    )
     sub.add_argument(
         "--busy", type=positive, default=0, metavar="N", help="run every prompt again beside N busy processes"
     )
+
+
+def _add_draft_length(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--draft-length", type=positive, metavar="N", help="always draft so many tokens (default: as the gate says)"
+    )
+
+
+def _flat_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--limit", type=positive, default=4, metavar="N", help="first N prompts (default 4)")
+    sub.add_argument("--max-tokens", type=positive, default=700, metavar="N", help="tokens of a stream (default 700)")
+
+
+def _levels_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--limit", type=positive, default=8, metavar="N", help="first N prompts (default 8)")
+    sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream (default 128)")
+    sub.add_argument("--tasks", type=positive, default=COUNT, metavar="N", help=f"tasks to score (default {COUNT})")
+    sub.add_argument(
+        "--thoughts", type=_whole, default=128, metavar="N",
+        help="tokens of the largest thinking budget, the others in proportion (default 128; 0: no thoughts)",
+    )  # fmt: skip
+    sub.add_argument("--plots", type=Path, metavar="DIR", help="draw levels.png and layers.png into this folder")
+
+
+def _skips_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--limit", type=positive, default=150, metavar="N", help="first N prompts (default 150)")
+    sub.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens of an answer (default 64)")
+    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="answers made at once (default 16)")
+    sub.add_argument("--save", action="store_true", help="write the subsets into model/skips")
+
+
+def _relax_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--limit", type=positive, default=300, metavar="N", help="first N prompts (default 300)")
+    sub.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens of an answer (default 64)")
+    sub.add_argument(
+        "--sequences", type=positive, default=1, metavar="N",
+        help="answers made at once (default 1: drafts are longest, so most is relaxed)",
+    )  # fmt: skip
+    sub.add_argument("--save", action="store_true", help="write the margin into configs/relaxed")
 
 
 def _prefill_options(sub: argparse.ArgumentParser) -> None:
@@ -76,6 +140,7 @@ def _prefill_options(sub: argparse.ArgumentParser) -> None:
 def _batch_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="streams at once (default 8)")
     sub.add_argument("--limit", type=positive, metavar="N", help="prompts of a round, in groups (default: one group)")
+    _add_draft_length(sub)
     sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream (default 128)")
 
 
@@ -125,6 +190,7 @@ def _serve_options(sub: argparse.ArgumentParser) -> None:
 
 
 def _exact_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--drafting-only", action="store_true", help="only compare drafting on with off")
     sub.add_argument("--limit", type=positive, default=100, metavar="N", help="first N prompts (default 100)")
     sub.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="tokens of an answer (default 32)")
 
@@ -138,6 +204,10 @@ _ADD = {
     "kernels": _kernels_options,
     "quality": _quality_options,
     "exact": _exact_options,
+    "levels": _levels_options,
+    "flat": _flat_options,
+    "skips": _skips_options,
+    "relax": _relax_options,
 }
 
 
@@ -149,6 +219,10 @@ def _factor(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return value
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -168,13 +242,22 @@ def _ops(text: str) -> tuple[str, ...]:
 
 def _supported(bench: str) -> tuple[str, ...]:
     few = {"serve": serve.SUPPORTED_PEERS, "passes": ("xla",), "kernels": ("xla",), "quality": quality.PEERS}
+    few |= {"flat": DRAFTING, "prefill": tuple(peer for peer in PEERS if peer not in DRAFTING)}
     return few.get(bench, tuple(PEERS))
+
+
+def _named(peers: Sequence[str]) -> str:
+    """Their names in a row, the fixed draft lengths as one."""
+    return ", ".join(dict.fromkeys("fixed-N" if peer.startswith("fixed-") else peer for peer in peers))
 
 
 def _peers_help(bench: str) -> str:
     peers = _supported(bench)
-    needs = " (but for xla: needs the extra [bench] and a model in a GGUF file)" if peers != ("xla",) else ""
-    return f"compare with {','.join(peers)}{needs}; xla is our engine without its kernels"
+    others = any(MODULES[peer] for peer in peers)
+    needs = "; llama.cpp and transformers need the extra [bench] and a model in a GGUF file" if others else ""
+    ours = "; xla is our engine without its kernels" if "xla" in peers else ""
+    drafting = "; off, lookup, shadow, auto and fixed-N are our engine, drafting so" if "off" in peers else ""
+    return f"compare with {_named(peers)}{needs}{ours}{drafting}"
 
 
 def _peers(bench: str) -> Callable[[str], tuple[str, ...]]:
@@ -184,7 +267,7 @@ def _peers(bench: str) -> Callable[[str], tuple[str, ...]]:
         names = _names(text)
         for name in names:
             if name not in _supported(bench):
-                supported = ", ".join(_supported(bench))
+                supported = _named(_supported(bench))
                 raise argparse.ArgumentTypeError(f"{bench} cannot compare with {name!r}; supported: {supported}")
         return names
 
@@ -197,12 +280,22 @@ def plan_of(args: argparse.Namespace) -> Plan:
     values |= {"threads": args.threads or cores(), "embedding": str(args.embedding)}
     if args.bench in ("kernels", "exact") and args.mesh:
         raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
+    values.setdefault("draft", "off")
     if args.bench == "kernels":
-        values |= {"draft": "off", "prompts": DEFAULT}
-    if args.bench == "exact":
-        values |= {"against": (), "rounds": 1}
-    if args.bench == "quality":
+        values["prompts"] = DEFAULT
+    if args.bench in BUILT_IN and args.prompts is None:
+        values |= {"prompts": DEFAULT, "built_in": True}
+    if args.bench in ALONE:
+        values["against"] = ()
+    if args.bench in ("quality", "exact", "skips", "relax"):
         values["rounds"] = 1
+    if args.bench in ("levels", "skips", "relax") and args.mesh:
+        raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
+    if args.bench == "flat" and args.max_tokens < SHORTEST_FLAT:
+        raise ValueError(f"flat needs --max-tokens of at least {SHORTEST_FLAT}, got {args.max_tokens}")
+    if args.bench == "decode" and args.temperature and any(peer not in DRAFTING for peer in args.against):
+        raise ValueError(f"--temperature is of our engine: --against then supports {_named(DRAFTING)}")
+    if args.bench == "quality":
         values["variants"] = tuple(dict.fromkeys(args.variants))
         for variant in args.variants:
             quality.form(variant)
@@ -255,7 +348,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("bench.py: interrupted, nothing was written", file=sys.stderr)
         return 1
-    (kernels.show if plan.bench == "kernels" else show)(content, Console(width=None if sys.stdout.isatty() else 120))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    (kernels.show if plan.bench == "kernels" else show)(content, console)
+    if plan.bench == "decode":
+        drafts.show(content["drafting"], console)
     if content["void"]:
         print(f"bench.py: this run is void: {content['void']}", file=sys.stderr)
     if content.get("differences"):
@@ -276,5 +372,15 @@ def measure(plan: Plan) -> dict[str, object]:
         return RUN.get(plan.bench, harness.run)(plan, say)
 
 
-RUN = {"serve": serve.run, "passes": passes.run, "kernels": kernels.run, "quality": quality.run, "exact": exact.run}
+RUN = {
+    "serve": serve.run,
+    "passes": passes.run,
+    "kernels": kernels.run,
+    "quality": quality.run,
+    "exact": exact.run,
+    "levels": levels.run,
+    "flat": flat.run,
+    "skips": lossy.skips,
+    "relax": lossy.relax,
+}
 """How a benchmark is run, where it is not by the harness."""

@@ -1,8 +1,8 @@
-"""Whether an answer depends on what it must not depend on: batch mates, chunks, widths, tables, threads, the run.
+"""Whether an answer depends on what it must not depend on: drafts, batch mates, chunks, widths, tables, threads, runs.
 
-Every request is answered alone first. Then ids and digests of all raw logits are compared with those of other settings,
-and with passes of W tokens: the answers are read W tokens at a time, as drafts are verified, and every row of logits
-must be that which chose the token when it was made, one at a time.
+Every request is answered alone and without drafts first. Then ids and digests of all raw logits are compared with those
+of other settings, drafting or not, and with passes of W tokens: the answers are read W tokens at a time, as drafts are
+verified, and every row of logits must be that which chose the token when it was made, one at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ OTHERS = (
     Sizes("16 at once, chunks of 300, 4 threads", slots=16, chunk=300, threads=4),
     Sizes("alone, a table of 8,192 tokens, 3 threads", context=8192, threads=3),
 )
+DRAFTING = (
+    Sizes("alone, drafting", draft="auto"),
+    Sizes("16 at once, drafting", slots=16, draft="auto"),
+    Sizes("5 at once, chunks of 48, 1 thread, drafting", slots=5, chunk=48, threads=1, draft="auto"),
+)
 WIDTHS = (1, 2, 3, 4, 5, 7, 8, 11, 16, 17, 24, 31, 32)
 
 
@@ -40,14 +45,16 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
         say(f"{len(prompts)} requests, {ALONE.name}")
         expected = worker.call("complete", dataclasses.asdict(ALONE), prompts, plan.max_tokens)
         rows: list[Row] = []
-        for sizes in OTHERS:
+        for sizes in (*(() if plan.drafting_only else OTHERS), *drafting(worker.call("sources"))):
             say(sizes.name)
             got = worker.call("complete", dataclasses.asdict(sizes), prompts, plan.max_tokens)
-            rows.append(_row(sizes.name, got["ids"], expected["ids"], got["digests"], expected["digests"]))
-        say("passes of several tokens")
-        texts = [[*ids, *answer] for ids, answer in zip(prompts, expected["ids"], strict=True)]
-        read = worker.call("read", WIDTHS, texts, [len(ids) for ids in prompts])
-        rows += [_row(f"passes of {w}", [], [], made, expected["digests"]) for w, made in read.items()]
+            row = _row(sizes.name, got["ids"], expected["ids"], got["digests"], expected["digests"])
+            rows.append({**row, "tokens_per_pass": sum(map(len, got["ids"])) / got["passes"]})
+        if not plan.drafting_only:
+            say("passes of several tokens")
+            texts = [[*ids, *answer] for ids, answer in zip(prompts, expected["ids"], strict=True)]
+            read = worker.call("read", WIDTHS, texts, [len(ids) for ids in prompts])
+            rows += [_row(f"passes of {w}", [], [], made, expected["digests"]) for w, made in read.items()]
         versions, settings = told(workers)
     settings["exact/umbra"]["numerics"] = expected["numerics"]
     different = [row["category"] for row in rows if not row["identical"]]
@@ -61,6 +68,12 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     }
     content = report(plan, before, versions, {"umbra": settings["exact/umbra"]}, rows, summary)
     return {**content, "differences": "; ".join(different) or None}
+
+
+def drafting(sources: list[str]) -> list[Sizes]:
+    """Settings that draft: from all sources together, and from each alone if there are several."""
+    alone = [Sizes(f"alone, drafting by {source}", draft=source) for source in sources if len(sources) > 1]
+    return [*DRAFTING, *alone]
 
 
 def _prompts(plan: Plan, encoded: list[list[int]]) -> list[list[int]]:

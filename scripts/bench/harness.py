@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...configs.prompt_sets import load_prompts
+from ...configs.prompt_sets import Prompt, load_prompts
 from .busy import busy
+from .drafts import compare
 from .machine import machine
 from .measures import MEASURES, Job, Measure
 from .plan import Plan
 from .processes import BenchError, Worker, Workers, gguf_path
 from .report import Row, Summary, percentile, report, summarize, with_peers
-from .systems import is_ours
+from .systems import drafting, is_ours
 from .systems.base import Run, Setup
 
 Say = Callable[[str], None]
@@ -24,7 +26,7 @@ Say = Callable[[str], None]
 def run(plan: Plan, say: Say) -> dict[str, Any]:
     """Measure and give the report."""
     before = machine()
-    prompts = load_prompts(plan.prompts, limit=None if MEASURES[plan.bench].whole_file else plan.limit)
+    prompts = _prompts(plan)
     with Workers(plan.systems) as workers:
         say("loading umbra")
         ours = workers["umbra"]
@@ -41,15 +43,31 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
         versions, settings = told(workers)
     for row in rows:
         del row["gaps"]
-    return report(plan, before, versions, settings, rows, with_peers(summary, plan.against))
+    content = report(plan, before, versions, settings, rows, with_peers(summary, plan.against))
+    return {**content, "drafting": compare(plan, rows)} if plan.bench == "decode" else content
 
 
-def our_setup(plan: Plan, sequences: int | None = None) -> Setup:
+def _prompts(plan: Plan) -> list[Prompt]:
+    """The first of the file, or the first of each of its categories."""
+    if plan.each is None:
+        return load_prompts(plan.prompts, limit=None if MEASURES[plan.bench].whole_file else plan.limit)
+    taken: collections.Counter[str] = collections.Counter()
+    chosen = []
+    for prompt in load_prompts(plan.prompts):
+        taken[prompt.category] += 1
+        if taken[prompt.category] <= plan.each:
+            chosen.append(prompt)
+    return chosen
+
+
+def our_setup(plan: Plan, sequences: int | None = None, system: str = "umbra") -> Setup:
     """What our engine is loaded with: if `sequences` is given, with room for passes of so many tokens, and no more."""
-    slots = sequences or plan.sequences
+    draft, length = drafting(system, plan.draft)
     return Setup(
-        plan.model, plan.quant, plan.threads, plan.mesh, slots, 0, plan.kernels, plan.kv, plan.embedding, sequences
-    )
+        plan.model, plan.quant, plan.threads, plan.mesh, sequences or plan.sequences, 0, plan.kernels, plan.kv,
+        plan.embedding, sequences, draft=draft, shadow=plan.shadow, plain=draft == "off" and sequences is None,
+        draft_length=length or plan.draft_length, temperature=plan.temperature,
+    )  # fmt: skip
 
 
 def load_others(plan: Plan, workers: Workers, context: int, say: Say, sequences: int | None = None) -> None:
@@ -60,7 +78,7 @@ def load_others(plan: Plan, workers: Workers, context: int, say: Say, sequences:
             continue
         say(f"loading {worker.system}")
         if is_ours(worker.system):
-            setup = our_setup(plan, sequences)
+            setup = our_setup(plan, sequences, worker.system)
         else:
             path = path or file_of(plan, workers["umbra"])
             setup = Setup(str(path), plan.quant, plan.threads, plan.mesh, plan.sequences, context_of(context))

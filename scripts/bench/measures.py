@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -64,11 +66,15 @@ class Decode(Measure):
             "prompt_tokens": stream.prompt_tokens,
             "cached_tokens": stream.cached_tokens,
             "tokens": tokens,
+            "passes": stream.passes or tokens,
+            "decode_s": stream.last - stream.ttft,
             "tok_s": stream.tok_s,
             "ttft_ms": stream.ttft * 1e3,
             "between_p50_ms": percentile(stream.gaps, 50, 1e3),
             "between_p99_ms": percentile(stream.gaps, 99, 1e3),
             "tokens_per_pass": _tokens_per_pass([stream]),
+            "repeats": repeats(stream.token_ids),
+            **_answer(stream),
             **({"short": True} if tokens < MIN_TOKENS else {}),
         }
 
@@ -142,7 +148,52 @@ def _warm_up(job: Job) -> Job:
     return Job("warm-up", job.category, [ids[::-1] for ids in job.prompts], min(8, job.max_tokens))
 
 
-MEASURES: dict[str, type[Measure]] = {"decode": Decode, "prefill": Prefill, "batch": Batch}
+class Flat(Decode):
+    """One long stream at a time: tokens/s over windows of it, once the first tokens are out."""
+
+    SKIPPED, WINDOW = 200, 100
+
+    def row(self, job: Job, run: Run) -> dict[str, Any]:
+        return {**super().row(job, run), "windows": windows(run.streams[0], self.SKIPPED, self.WINDOW)}
+
+
+MEASURES: dict[str, type[Measure]] = {"decode": Decode, "prefill": Prefill, "batch": Batch, "flat": Flat}
+
+
+def repeats(ids: Sequence[int], length: int = 8, times: int = 3) -> bool:
+    """Whether some sequence of `length` tokens occurs `times` times or more: text that goes round in circles, which
+    flatters every drafter. Figures are given without such answers too."""
+    seen = collections.Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
+    return max(seen.values(), default=0) >= times
+
+
+def windows(stream: Stream, skipped: int, window: int) -> list[dict[str, float]]:
+    """Tokens/s of each whole window of about `window` tokens after the first `skipped`: from the emission that
+    completes one window to the emission that completes the next. `at` is the position in the middle."""
+    times = itertools.accumulate(stream.gaps, initial=stream.ttft)
+    reached = list(zip(itertools.accumulate(stream.emitted), times, strict=True))
+    made: list[dict[str, float]] = []
+    begin, wanted = None, skipped
+    for tokens, when in reached:
+        if tokens < wanted:
+            continue
+        if begin is not None:
+            middle = stream.prompt_tokens + (begin[0] + tokens) / 2
+            made.append({"at": middle, "tok_s": (tokens - begin[0]) / (when - begin[1])})
+        begin, wanted = (tokens, when), wanted + window
+    return made
+
+
+def _answer(stream: Stream) -> dict[str, Any]:
+    """The stream up to where the model would have ended it."""
+    if stream.answer is None or stream.answer_passes is None:
+        return {}
+    return {
+        "answer_tokens": stream.answer,
+        "answer_passes": stream.answer_passes,
+        "answer_tokens_per_pass": stream.answer / stream.answer_passes,
+        "answer_repeats": repeats(stream.token_ids[: stream.answer]),
+    }
 
 
 def _tokens_per_pass(streams: Sequence[Stream]) -> float:

@@ -1,4 +1,4 @@
-"""What a pass costs: of several tokens over one token, and at a long context over a short one.
+"""What a pass costs: of several tokens over one token, at a long context over a short one; and what drafting adds.
 
 A row of a report is one round: the median time of passes of one width, or of one token at two contexts.
 """
@@ -91,6 +91,10 @@ def _of_widths(plan: Plan, worker: Worker, ids: list[int]) -> list[Row]:
     for width, times in made.items():
         seconds = statistics.median(times)
         rows.append(_row("pass", f"pass of {width} tokens", int(width), seconds) | {"over_one": seconds / one})
+    drafting = worker.call("draft_seconds", ids[:short], REPEATS)
+    if drafting is not None:
+        seconds = statistics.median(drafting)
+        rows.append(_row("draft", "drafting 4 tokens", 4, seconds) | {"over_pass": seconds / one})
     return rows
 
 
@@ -118,5 +122,8 @@ def _summary(rows: Sequence[Row], bandwidth: float) -> Summary:
     far = [row for row in rows if row["category"] == "context"]
     added, read = median(row["added_ms"] for row in far), far[0]["kv_bytes"] / bandwidth * 1e3
     assert added is not None
+    if drafting := [row for row in rows if row["category"] == "draft"]:
+        summary["draft_4_ms"] = median(row["ms"] for row in drafting)
+        summary["draft_4_over_1"] = median(row["over_pass"] for row in drafting)
     summary |= {"context_added_ms": added, "context_read_ms": read, "context_over_read": added / read}
     return summary

@@ -5,24 +5,29 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from .systems import PEERS
+from .systems import DRAFTING, PEERS
 
 MIN_TOKENS = 64
 """A decode rate over fewer tokens is listed but left out of medians."""
 
-_MODEL = ("quant", "threads", "mesh", "kernels", "kv", "embedding", "draft", "against")
-_RUNS = (*_MODEL, "prompts", "limit", "rounds", "sequences", "max_tokens")
+_MODEL = ("quant", "threads", "mesh", "kernels", "kv", "embedding")
+_OURS = (*_MODEL, "draft", "shadow")
+_RUNS = (*_OURS, "against", "prompts", "limit", "rounds", "sequences", "max_tokens")
 _ARRIVALS = (*_RUNS, "rate", "seed", "trace", "starts")
 
 USED = {
-    "decode": (*_RUNS, "busy"),
+    "decode": (*_RUNS, "each", "draft_length", "temperature", "busy"),
+    "flat": _RUNS,
+    "levels": (*_OURS, "prompts", "limit", "rounds", "max_tokens", "tasks", "thoughts"),
+    "skips": (*_MODEL, "prompts", "built_in", "limit", "sequences", "max_tokens"),
+    "relax": (*_OURS, "prompts", "built_in", "limit", "sequences", "max_tokens"),
     "prefill": (*_RUNS, "prompt_tokens"),
-    "batch": _RUNS,
+    "batch": (*_RUNS, "draft_length"),
     "serve": _ARRIVALS,
-    "passes": (*_MODEL, "prompts", "rounds", "widths", "prompt_tokens"),
+    "passes": (*_MODEL, "shadow", "against", "prompts", "rounds", "widths", "prompt_tokens"),
     "kernels": ("quant", "threads", "kernels", "kv", "embedding", "against", "rounds", "ops", "widths", "contexts"),
-    "quality": (*_MODEL, "prompts", "limit", "sequences", "max_tokens", "variants"),
-    "exact": ("quant", "kernels", "kv", "embedding", "draft", "prompts", "limit", "max_tokens"),
+    "quality": (*_MODEL, "against", "prompts", "limit", "sequences", "max_tokens", "variants"),
+    "exact": ("quant", "kernels", "kv", "embedding", "shadow", "prompts", "limit", "max_tokens", "drafting_only"),
 }
 """Benchmark -> the fields that it uses, and that its report lists."""
 
@@ -42,14 +47,24 @@ class Plan:
     kernels: str = "auto"
     kv: str = "auto"
     embedding: str = "file"
+    shadow: str = "auto"
     sequences: int = 1
     max_tokens: int = 1
+    each: int | None = None  # decode: prompts of each category, instead of the first `limit`
+    draft_length: int | None = None  # always so many drafted tokens; None: the gate decides
+    temperature: float = 0.0  # decode, of ours: above 0, drawn with seeds
     prompt_tokens: int = 0  # prefill: of a prompt; passes: the long context
     busy: int = 0  # decode: busy processes beside a second run of every prompt
     widths: tuple[int, ...] = ()  # passes: tokens of a pass; kernels: rows of a product
     contexts: tuple[int, ...] = ()  # kernels: tokens that attention sees
     ops: tuple[str, ...] = ()  # kernels
     variants: tuple[str, ...] = ()  # quality: other forms of ours (see quality.form)
+    tasks: int = 0  # levels: tasks of each way
+    thoughts: int = 0  # levels: tokens of the largest thinking budget; 0: no thoughts
+    plots: Path | None = None  # levels: folder for pictures
+    built_in: bool = False  # skips, relax: prompts made from templates, instead of a file
+    save: bool = False  # skips, relax: write the result where the program looks for it
+    drafting_only: bool = False  # exact: leave out the settings that do not draft
     # serve only:
     rate: float = 1.0  # requests per second
     seed: int = 0
@@ -57,6 +72,11 @@ class Plan:
     time_scale: float = 1.0  # seconds of ours per second of the trace
     length_scale: float = 1.0  # tokens of ours per token of the trace
     starts: int = 2
+
+    @property
+    def drafting(self) -> list[str]:
+        """Our own systems that differ in how they draft."""
+        return ["umbra", *(f"umbra-{peer}" for peer in self.against if peer in DRAFTING)]
 
     @property
     def systems(self) -> list[str]:

@@ -4,8 +4,10 @@
 
 Each report replaces what stands between `<!-- measured: NAME -->` and `<!-- end -->`: benchmark reports by their name,
 the reports of compile_tpu.py together as `tpu`. Figures that no report is given for stay as they are. Some reports fill
-several marks: `decode` with --busy also `busy`, `passes` also `context`, `kernels` also `walk`, `quality` also
-`embedding`, `serve` also `start`, and a `batch` of other than 8 streams fills `batch16` (or whatever their number is).
+several marks: `decode` with --busy also `busy`, with several categories `drafts`, `passes` also `context`, `kernels`
+also `walk`, `quality` also `embedding`, `serve` also `start`, `levels` also `layers`. A `batch` of other than 8 streams
+fills `batch16` (or whatever their number is), a `decode` of other prompts `decode:NAME` and `drafts:NAME`, NAME being
+that of the prompt file without its ending.
 A void report is refused.
 """
 
@@ -17,6 +19,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from ...configs.prompt_sets import DEFAULT
+from . import drafts, levels
 
 README = Path(__file__).parents[2] / "README.md"
 SHOWN = {
@@ -55,9 +60,10 @@ def figures(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
     made = {}
     for name, report in benches.items():
         made[name] = RENDER[report["bench"]](report)
+        _, _, prompts = name.partition(":")
         for more, render in ALSO.get(report["bench"], {}).items():
             if (value := render(report)) is not None:
-                made[more] = value
+                made[f"{more}:{prompts}" if prompts else more] = value
     if benches:
         made["machine"] = machine(list(benches.values()))
     if compiled:
@@ -66,7 +72,10 @@ def figures(reports: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def _mark(report: dict[str, Any]) -> str:
-    sequences = report["settings"].get("sequences", 8)
+    settings = report["settings"]
+    sequences, prompts = settings.get("sequences", 8), Path(settings.get("prompts", DEFAULT)).stem
+    if report["bench"] == "decode" and prompts != DEFAULT.stem:
+        return f"decode:{prompts}"
     return f"batch{sequences}" if report["bench"] == "batch" and sequences != 8 else str(report["bench"])
 
 
@@ -119,7 +128,8 @@ def widths(report: dict[str, Any]) -> str:
     """The cost of passes of several tokens over plain decoding of one."""
     ours = report["summary"]["umbra"]
     wide = [f"{w}: {ours[f'pass_{w}_over_1']:.2f}x" for w in report["settings"]["widths"]]
-    return f"{ours['plain_ms']:.2f} ms for one token; of " + ", ".join(wide) + f"; {rounds(report)}"
+    drafting = f"; drafting 4 tokens {100 * ours['draft_4_over_1']:.1f} %" if "draft_4_over_1" in ours else ""
+    return f"{ours['plain_ms']:.2f} ms for one token; of " + ", ".join(wide) + f"{drafting}; {rounds(report)}"
 
 
 def context(report: dict[str, Any]) -> str:
@@ -182,6 +192,62 @@ def exactness(report: dict[str, Any]) -> str:
         f"{ours['identical']} of {ours['settings']} settings identical to answering alone: {ours['requests']} "
         f"requests, {ours['rows_of_logits']:,} rows of logits each, by CRC"
     )
+
+
+def drafting(report: dict[str, Any]) -> str | None:
+    """A Markdown table of tokens per pass for every category."""
+    content = report.get("drafting")
+    if content is None or len(content["systems"]["umbra"]["categories"]) < 2:
+        return None
+    return f"{drafts.markdown(content)}\n{_settings(report)}\n"
+
+
+def evenness(report: dict[str, Any]) -> str:
+    """How flat the rate of a long stream is."""
+    parts = []
+    for name, entry in report["summary"].items():
+        if "flat_percent" in entry:
+            rates = " ".join(f"{rate:,.0f}" for rate in entry["windows"])
+            label = report["settings"]["draft"] if name == "umbra" else name.removeprefix("umbra-")
+            even = f"within {entry['flat_percent']:.1f} % once bytes read are divided out"
+            parts.append(f"drafting {label}: {rates} tokens/s, {even} ({entry['raw_percent']:.1f} % as it is)")
+    return "; ".join([*parts, rounds(report)])
+
+
+def level_table(report: dict[str, Any]) -> str:
+    return f"{levels.markdown(report)}\n{_settings(report)}\n"
+
+
+def skipping(report: dict[str, Any]) -> str:
+    """What the bound allows."""
+    ours = report["summary"]["umbra"]
+    losses = [
+        f"{row['category']} {100 * row['loss']:.1f} % (at most {100 * row['bound']:.1f} %)" for row in report["rows"]
+    ]
+    return (
+        f"other tokens than all layers: {', '.join(losses)}; {ours['prompts']} prompts, "
+        f"{100 * ours['confidence']:.0f} % confidence; within {100 * ours['target']:.0f} %: "
+        f"{ours['allowed_layers']} layers"
+    )
+
+
+def relaxing(report: dict[str, Any]) -> str:
+    """What relaxed acceptance loses at each margin."""
+    ours = report["summary"]["umbra"]
+    losses = [
+        f"{row['margin']:g}: {100 * row['loss']:.1f} % (at most {100 * row['bound']:.1f} %)" for row in report["rows"]
+    ]
+    return (
+        f"other tokens by margin in nats: {', '.join(losses)}; {ours['prompts']} prompts, "
+        f"{100 * ours['confidence']:.0f} % confidence; within {100 * ours['target']:.0f} %: {ours['margin']:g}"
+    )
+
+
+def _settings(report: dict[str, Any]) -> str:
+    """What was run, in one line."""
+    settings = report["settings"]
+    count = f"{settings['each']} of each category" if settings.get("each") else f"the first {settings['limit']}"
+    return f"Prompts: `{Path(settings['prompts']).name}`, {count}; {settings['max_tokens']} tokens each."
 
 
 def embeddings(report: dict[str, Any]) -> str | None:
@@ -281,9 +347,14 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "kernels": operations,
     "quality": agreement,
     "exact": exactness,
+    "levels": level_table,
+    "flat": evenness,
+    "skips": skipping,
+    "relax": relaxing,
 }
 ALSO: dict[str, dict[str, Callable[[dict[str, Any]], str | None]]] = {
-    "decode": {"busy": busy},
+    "decode": {"busy": busy, "drafts": drafting},
+    "levels": {"layers": lambda report: levels.layers_markdown(report)},
     "serve": {"start": start},
     "passes": {"context": context},
     "kernels": {"walk": walk},

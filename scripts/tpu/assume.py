@@ -124,8 +124,8 @@ class Load:
             "layout.py:_drafted.<locals>.<lambda>": (False, "the gate says how many drafts are tried"),
             "drafting.py:draft_next": (drafts, "every slot drafts" if drafts else "no slot drafts"),
             "drafting.py:_with_conclusion": (False, "no slot thinks"),
-            "reference.py:_slots": (True, "every slot drafts, from both sources"),
-            "reference.py:_extend": (True, "the shadow is asked for every token"),
+            "reference.py:_slots": (True, "every slot may use the shadow"),
+            "reference.py:_extend": (True, "every slot seeks a match for every token, and asks the shadow"),
             "reference.py:_guess": (sampled, _SAMPLED if sampled else _GREEDY),
         }
         if sampled:

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from ...configs.engine import EngineConfig
 from ...configs.server import ServerConfig
@@ -25,6 +25,9 @@ from ..engine.request import Emission, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, merge
 from .errors import ApiError, ClientGone, context_exceeded, from_engine, unavailable
+
+if TYPE_CHECKING:
+    from ...model.load import Model
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +142,7 @@ class Service:
 
     def attach(self, engine: EnginePort, model: ModelPort) -> None:
         """The model is loaded and its engine started. Called from any thread."""
-        loaded = Loaded(engine, model, lossy_policies(model) if self.config.lossy else EXACT)
+        loaded = Loaded(engine, model, lossy_policies(cast("Model", model)) if self.config.lossy else EXACT)
         for name, policy in loaded.policies.items():
             if policy.cost:
                 log.warning("level %s: %s", name, policy.cost)

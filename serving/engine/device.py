@@ -20,7 +20,7 @@ from ...configs.trunk import TrunkConfig
 from ...kernels.attention import KVPool
 from ...kernels.backend import Kernels
 from . import compile_cache
-from ...kernels.draft import DraftWeights
+from ...kernels.draft import DraftWeights, laid_out
 from . import profile
 from .drafting import Drafter
 from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_rows, step_sizes
@@ -83,7 +83,8 @@ class Device:
         if self._listed["decode"].args[0].drafter is None:
             return None
         assert self._shadow is not None
-        drafter = Drafter(self._shadow, cost.astype(np.float32), np.int32(self.engine.draft_length or 0))
+        weights = laid_out(self._shadow, self.kernels.draft)
+        drafter = Drafter(weights, cost.astype(np.float32), np.int32(self.engine.draft_length or 0))
         return jax.device_put(drafter, NamedSharding(self.mesh, P()))
 
     @property

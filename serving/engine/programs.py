@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import TrunkConfig
 from ...kernels.attention import GROUP, KVFormat, KVPool
-from ...kernels.backend import Kernels
+from ...kernels.backend import Backend, Kernels
 from ...model.params import partitions, split_obstacle, with_shardings
 from ...model.trunk import Execution
-from ...kernels.draft import DraftWeights
+from ...kernels.draft import DraftWeights, laid_out
 from . import step
 from .drafting import Drafter
 from .state import Keep, Kept, StepResult, input_shapes, state_shapes
@@ -37,11 +37,13 @@ def cost_entries(engine: EngineConfig, rows: int) -> int:
     return engine.prefill_chunk + rows + 2
 
 
-def drafter_shapes(engine: EngineConfig, rows: int, shadow: DraftWeights | None) -> Drafter | None:
+def drafter_shapes(
+    engine: EngineConfig, rows: int, shadow: DraftWeights | None, backend: Backend
+) -> Drafter | None:
     """The abstract drafter of an engine, None where nothing is ever drafted."""
     if shadow is None or rows == engine.slots:
         return None
-    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shadow)
+    weights = jax.eval_shape(lambda x: laid_out(x, backend), shadow)
     cost = jax.ShapeDtypeStruct((cost_entries(engine, rows),), np.float32)
     return Drafter(weights, cost, jax.ShapeDtypeStruct((), np.int32))
 
@@ -186,7 +188,7 @@ class _Builder:
         self.config, self.engine, self.mesh, self.kernels = config, engine, mesh, kernels
         self.data = mesh.shape["data"]
         self.rows = step_rows(engine, mesh.devices.flat[0].platform)
-        drafter = drafter_shapes(engine, self.rows, shadow)
+        drafter = drafter_shapes(engine, self.rows, shadow, kernels.draft)
         self.fixed_specs = step.Fixed(partitions(config, params), None if drafter is None else P())
         self.fixed = step.Fixed(with_shardings(config, params, mesh), self._abstract(drafter, P()))
         self.state_spec = P("data")

@@ -27,6 +27,7 @@ from umbra.kernels.draft import (
     DraftWeights,
     draft,
 )
+from umbra.kernels.draft.defaults import lookup_only as without_shadow
 from umbra.kernels.sample import RowParams, choose_rows, gumbel
 
 V, D, S = 300, 36, 64
@@ -133,12 +134,13 @@ class Draft(NamedTuple):
     """How far the nearest decision was from going the other way."""
 
 
-def match_oracle(history):
-    """Length of the longest earlier occurrence of the end of `history`, the latest of these, and what followed it."""
-    last, best, at = len(history) - 1, 0, 0
-    for end in range(last):
+def match_oracle(text, history):
+    """Length of the longest earlier occurrence of the end of `text` in its first `history` tokens, the latest of these,
+    and what followed it."""
+    last, best, at = len(text) - 1, 0, 0
+    for end in range(min(last, history)):
         n = 0
-        while n < LONGEST_MATCH and n <= end and history[end - n] == history[last - n]:
+        while n < LONGEST_MATCH and n <= end and text[end - n] == text[last - n]:
             n += 1
         if n >= max(best, SHORTEST_MATCH):
             best, at = n, end + 1
@@ -192,11 +194,13 @@ def draft_oracle(weights, inputs, slot):
     kind = int(np.abs(of_classes[1:] - temperature).argmin()) + 1 if temperature and len(of_classes) > 1 else 0
     shadow = ShadowOracle(weights, hidden)
     text = history[: position + 1].tolist()
-    length, at = match_oracle(text) if sources & LOOKUP else (0, 0)
-    follows, product, drafts = length > 0, 1.0, []
+    follows, product, drafts = False, 1.0, []
     for place in range(min(room, MAX_DRAFTS) if active else 0):
-        table = np.asarray(weights.lookup)[kind, length, :, place].astype(np.float64)
-        copied = text[at + place] if follows else -1
+        if sources & LOOKUP and not follows:
+            length, at = match_oracle(text, position + 1)
+            follows, found = length > 0, place
+        copied = text[at + place - found] if follows else -1
+        table = np.asarray(weights.lookup, np.float64)[kind, length, :, place - found] if follows else None
         if place < SHADOW_PLACES:
             shadow.read(drafts[-1].token if drafts else token, place)
         proposals = []
@@ -205,8 +209,8 @@ def draft_oracle(weights, inputs, slot):
         elif sources & SHADOW and place < SHADOW_PLACES:
             noise = np.asarray(noise_of(seed, np.int32(position + 1 + place), V), np.float64)
             guess, p, margin = shadow.guess(place, kind, temperature, noise)
-            expected = table[AGREES if guess == copied else DIFFERS]
             if follows:
+                expected = table[AGREES if guess == copied else DIFFERS]
                 proposals = [Draft(copied, LOOKUP, expected, min(margin, abs(p - expected)))]
                 margin = min(margin, abs(p - expected))
             proposals.append(Draft(guess, SHADOW, p, margin))
@@ -284,6 +288,16 @@ def test_equal_scores_give_the_lowest_index(run):
 # --- the lookup ---
 
 
+def test_without_a_shadow(run):
+    """Its weights are hardly there, and nothing of them is used."""
+    inputs = draft_input(19, 4, alphabet=2, sources=np.full(4, LOOKUP), temperature=[0, 0, 1, 1])
+    inputs = inputs._replace(hidden=jnp.full_like(inputs.hidden, jnp.nan))
+    weights = without_shadow(D)
+    got = run(weights, inputs)
+    assert got.length.tolist() == [MAX_DRAFTS] * 4
+    assert_same_bits(run(draft_weights()._replace(lookup=np.repeat(weights.lookup, 3, axis=0)), inputs), got)
+
+
 def lookup_only(**changes):
     """Weights whose probabilities tell the length of the match: length / 20."""
     lengths = np.arange(LONGEST_MATCH + 1) / 20
@@ -305,7 +319,7 @@ def test_the_longest_and_latest_match_is_copied(run, data, alphabet):
     got = run(lookup_only(), inputs)
     for slot in range(slots):
         known = text[slot][: position[slot] + 1]
-        length, at = match_oracle(known)
+        length, at = match_oracle(known, len(known))
         tokens, sources = chain(got, slot)
         if not length:
             assert tokens == []
@@ -363,6 +377,21 @@ def test_the_shadow_extends_a_copy(run):
         assert tokens[:3] == [7, 8, 5]
         assert sources == [LOOKUP] * 3 + [SHADOW] * 5
         assert check_against_oracle(run, weights, inputs) > 4
+
+
+def test_a_copy_extends_the_shadow(run):
+    """The end of the text occurs nowhere else, but with the shadow's token it does."""
+    weights = draft_weights(18, offset=9.0)
+    weights = weights._replace(lookup=jnp.full_like(weights.lookup, 0.97).at[:, :, :, 3:].set(1e-6))
+    alone = dict(position=[40], token=[9], history=np.arange(S)[None] + 200)
+    first, second = chain(run(weights, draft_input(18, 1, sources=[SHADOW], **alone)), 0)[0][:2]
+    history = alone["history"].copy()
+    history[0, 40], history[0, 7:12] = 9, [9, first, 11, 12, 13]
+    tokens, sources = chain(run(weights, draft_input(18, 1, **(alone | dict(history=history)))), 0)
+    assert tokens[:4] == [first, 11, 12, 13]
+    assert sources == [SHADOW] + [LOOKUP] * 3 + [SHADOW] * 4
+    assert second != 11
+    assert check_against_oracle(run, weights, draft_input(18, 1, **(alone | dict(history=history)))) > 4
 
 
 def test_what_the_shadow_says_changes_the_probability(run):

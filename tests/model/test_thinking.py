@@ -92,9 +92,9 @@ def test_generic_prompts_ask_in_the_last_user_message():
     before = [dict(message) for message in CONVERSATION]
     on = text(WITH_MARKERS, thinker.encode(CONVERSATION, thinking=True))
     plain = text(WITH_MARKERS, ChatTemplate(PLAIN).encode(WITH_MARKERS, CONVERSATION))
-    head, _, tail = on.partition("2 + 3?\n\nThink before you answer")
-    assert plain.startswith(head) and "between <think> and </think>" in tail
-    assert on.endswith("<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    head, _, tail = on.partition("2 + 3?\n\nThink step by step first.")
+    assert plain.startswith(head) and f'"{thinker.close_text}"' in tail
+    assert on.endswith(f"<|im_end|>\n<|im_start|>assistant\n{thinker.open_text}\n")
     assert before == CONVERSATION, "the caller's messages stay"
     assert text(WITH_MARKERS, thinker.encode(CONVERSATION, thinking=False)) == plain
 
@@ -102,11 +102,12 @@ def test_generic_prompts_ask_in_the_last_user_message():
 def test_generic_prompts_without_a_user_message_and_with_parts():
     thinker = Thinker(WITH_MARKERS, ChatTemplate(PLAIN))
     on = text(WITH_MARKERS, thinker.encode([{"role": "system", "content": "Be kind."}], thinking=True))
-    assert on.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nThink before you answer")
+    assert on.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nThink step by step first.")
     source = "{%- for part in messages[0].content -%}{{ part.text }}|{%- endfor -%}"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    on = text(WITH_MARKERS, Thinker(WITH_MARKERS, ChatTemplate(source)).encode(parts, thinking=True))
-    assert on.startswith("Hi|\n\nThink before you answer") and on.endswith("|<think>\n")
+    thinker = Thinker(WITH_MARKERS, ChatTemplate(source))
+    on = text(WITH_MARKERS, thinker.encode(parts, thinking=True))
+    assert on.startswith("Hi|\n\nThink step by step") and on.endswith(f"|{thinker.open_text}\n")
 
 
 def test_a_written_out_opening_marker_is_the_models_token_only_at_the_end():
@@ -124,12 +125,15 @@ def test_every_conclusion_can_be_forced(tokenizer):
     assert 1 <= len(thinker.close) <= MAX_CLOSE and all(len(close) <= MAX_CLOSE_TOKENS for close in thinker.close)
     assert len(thinker.conclude) <= MAX_CONCLUDE_TOKENS
     Thinking(1, thinker.close, thinker.conclude)
-    assert tokenizer.decode(thinker.conclude).endswith("</think>")
+    assert tokenizer.decode(thinker.conclude).endswith(thinker.close_text)
 
 
-def test_a_vocabulary_of_bytes_gets_the_short_conclusion():
+def test_a_vocabulary_of_bytes_gets_the_short_markers_and_the_short_conclusion():
     tokenizer = byte_tokenizer()
-    assert tokenizer.decode(Thinker(tokenizer, ChatTemplate(PLAIN)).conclude) == "\n</think>"
+    for source in (PLAIN, SWITCHED):
+        thinker = Thinker(tokenizer, ChatTemplate(source))
+        assert (thinker.open_text, thinker.close_text) == ("<think>", "</think>")
+        assert tokenizer.decode(thinker.conclude).strip() == "</think>"
 
 
 class Long:
@@ -163,13 +167,14 @@ def test_a_template_that_refuses_everything_can_still_be_held():
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_real_models_end_their_thoughts_however_they_write_the_marker(name):
     tokenizer, thinker = real(name)
-    for before in ("", "a", "a.", "a\n", "a.\n\n", "a ", "b. ", "(b)"):
-        for after in ("", "\n", "\n\n", " a", "a", "\n1.", "\n\n**a**"):
+    assert (thinker.kind, thinker.close_text) == ("generic", "Final answer:")
+    for before in ("", "a.", "a\n", "a.\n\n", "a ", "b. ", "(b) "):
+        for after in ("", "\n", "\n\n", " a", "\n1.", "\n\n**a**", " **a**", " $x$"):
             ends = ThoughtEnd(thinker.close)
-            ids = tokenizer.encode(f"{before}</think>{after}")
+            ids = tokenizer.encode(before + thinker.close_text + after)
             found = [i for i, token in enumerate(ids) if ends.push(token)]
             assert len(found) == 1, (before, after)
-            assert tokenizer.decode(ids[: found[0] + 1]).rstrip().endswith("</think>")
+            assert tokenizer.decode(ids[: found[0] + 1]).rstrip().endswith(thinker.close_text)
 
 
 REAL: dict[str, tuple[Tokenizer, Thinker]] = {}

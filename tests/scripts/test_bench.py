@@ -393,7 +393,8 @@ def test_a_server_that_is_not_there_is_an_error_of_every_request():
         ),
         (["serve", "--against", "transformers"], "serve cannot compare with 'transformers'; supported: llama.cpp"),
         (["decode", "--max-tokens", "10"], "at least 64, got 10"),
-        (["decode", "--draft", "lookup"], "--draft: 'lookup' is not supported; supported: off"),
+        (["decode", "--draft", "both"], "--draft: 'both' is not supported; supported: auto, off, lookup, shadow"),
+        (["exact", "--draft", "off"], "unrecognized arguments: --draft"),
         (["decode", "--against", "fixed-16"], "supported: .*off, lookup, shadow, auto, fixed-N$"),
         (["decode", "--against", "llama.cpp", "--temperature", "1"], "--against then supports off, .*fixed-N"),
         (["flat", "--max-tokens", "300"], "flat needs --max-tokens of at least 400"),
@@ -445,7 +446,8 @@ def test_nothing_heavy_is_imported_for_the_command_line():
 @pytest.mark.parametrize(
     "argv",
     [
-        ["decode", "--limit", "2", "--max-tokens", "64"],
+        ["decode", "--limit", "2", "--max-tokens", "64", "--against", "off,fixed-2"],
+        ["levels", "--limit", "1", "--max-tokens", "8", "--tasks", "2"],
         ["prefill", "--limit", "1", "--prompt-tokens", "200"],
         ["batch", "--sequences", "3", "--max-tokens", "8"],
         ["serve", "--limit", "6", "--rate", "20", "--max-tokens", "4", "--starts", "1", "--sequences", "3"],

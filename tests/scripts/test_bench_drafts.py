@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 
 import pytest
 from rich.console import Console
@@ -115,6 +116,15 @@ def test_a_length_on_the_command_line_is_of_all_but_fixed_ones():
     assert lengths == [7, 7, 3]
 
 
+def test_prompts_of_each_category(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    kinds = ["a", "a", "a", "b", "c", "c"]
+    rows = [{"question_id": i, "category": kind, "turns": [f"x{i}"]} for i, kind in enumerate(kinds)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [prompt.id for prompt in harness._prompts(plan(prompts=path, each=2))] == ["0", "1", "3", "4", "5"]
+    assert [prompt.id for prompt in harness._prompts(plan(prompts=path))] == ["0", "1", "2", "3"]
+
+
 # ---- many rows
 
 
@@ -187,6 +197,6 @@ def test_marks_of_other_prompt_files():
     }
     made = readme.figures([report])
     assert made.keys() == {"decode:spec_bench_dev", "drafts:spec_bench_dev", "machine"}
-    assert "Prompts: `spec_bench_dev.jsonl`, 240 at most, 128 tokens each." in made["drafts:spec_bench_dev"]
+    assert "Prompts: `spec_bench_dev.jsonl`, the first 240; 128 tokens each." in made["drafts:spec_bench_dev"]
     report["settings"]["prompts"] = str(DEFAULT)
     assert readme.figures([report]).keys() == {"decode", "drafts", "machine"}

@@ -129,6 +129,8 @@ class Fake(System):
         return 200_000 * len(ids)
     def passes(self, ids, widths, repeats):
         return {"decode": [0.01] * repeats, **{str(w): [0.01 + 0.001 * (w - 1)] * repeats for w in widths}}
+    def draft_seconds(self, ids, repeats):
+        return [0.0004] * repeats
     def decode_at(self, ids, positions, repeats):
         assert positions[1] == self.filled == len(ids) - 1
         return [[0.01 + 1e-6 * position] * repeats for position in positions]
@@ -157,7 +159,12 @@ class Exact(Fake):
         digests = [[token * 3 for token in made] for made in ids]
         if sizes["threads"] == 4:
             digests[1][-1] += 1
-        return {"ids": ids, "digests": digests, "numerics": "made up"}
+        if sizes["draft"] == "shadow":
+            ids[0][-1] += 1
+        passes = len(prompts) * max_tokens // (1 if sizes["draft"] == "off" else 2)
+        return {"ids": ids, "digests": digests, "numerics": "made up", "passes": passes}
+    def sources(self):
+        return ["lookup", "shadow"]
     def read(self, widths, texts, begins):
         right = [[token * 3 for token in ids[begin:]] for ids, begin in zip(texts, begins, strict=True)]
         return {str(width): right if width != 17 else [[0, *made[1:]] for made in right] for width in widths}
@@ -207,7 +214,8 @@ def test_passes_are_compared_with_plain_decoding_and_with_reading_kv(fakes: None
     assert ours["context_read_ms"] == pytest.approx(20), "400 MB at 20 GB/s"
     assert ours["context_over_read"] == pytest.approx(0.0936)
     assert report["settings"]["systems"]["umbra"]["slots"] == 32
-    assert len(report["rows"]) == 2 * 2 * 5
+    assert len(report["rows"]) == 2 * 2 * 6
+    assert ours["draft_4_ms"] == pytest.approx(0.4) and ours["draft_4_over_1"] == pytest.approx(0.04)
     json.dumps(report, allow_nan=False)
 
 
@@ -266,13 +274,23 @@ def test_forms_are_read_from_text() -> None:
 
 def test_every_setting_that_changes_a_row_of_logits_is_named(fakes: None) -> None:
     report = exact.run(plan("exact", limit=3, max_tokens=4), lambda text: None)
-    assert report["differences"] == "16 at once, chunks of 300, 4 threads; passes of 17"
+    expected = "16 at once, chunks of 300, 4 threads; alone, drafting by shadow; passes of 17"
+    assert report["differences"] == expected
     summary = report["summary"]["umbra"]
     assert (summary["requests"], summary["rows_of_logits"]) == (6, 24), "every prompt, greedy and seeded"
-    assert summary["settings"] - summary["identical"] == 2
+    assert summary["settings"] - summary["identical"] == 3
+    per_pass = {row["category"]: row["tokens_per_pass"] for row in report["rows"]}
+    assert per_pass["alone, again"] == 1.0 and per_pass["16 at once, drafting"] == 2.0
     row = next(row for row in report["rows"] if "4 threads" in row["category"])
     assert (row["same_ids"], row["answers"], row["same_logits"], row["logits"]) == (6, 6, 23, 24)
     assert report["settings"]["systems"]["umbra"]["numerics"] == "made up"
+
+
+def test_drafting_alone_can_be_compared(fakes: None) -> None:
+    report = exact.run(plan("exact", limit=3, max_tokens=4, drafting_only=True), lambda text: None)
+    assert report["differences"] == "alone, drafting by shadow"
+    assert all("drafting" in row["category"] for row in report["rows"]) and len(report["rows"]) == 5
+    assert len(exact.drafting(["lookup"])) == 3, "a single source is all of them"
 
 
 def test_an_answer_that_leaves_no_room_for_prompts_is_refused(fakes: None) -> None:

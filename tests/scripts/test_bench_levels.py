@@ -9,7 +9,7 @@ import pytest
 from umbra.configs.levels import LEVELS, relaxation
 from umbra.configs.prompt_sets import DEFAULT
 from umbra.model.calibration import fixed_sequence
-from umbra.scripts.bench import levels, lossy, plots, readme, systems
+from umbra.scripts.bench import levels, lossy, readme, systems
 from umbra.scripts.bench.plan import Plan
 from umbra.scripts.bench.tasks import CHECKS, COUNT, KINDS, tasks
 
@@ -130,7 +130,7 @@ def fakes(tmp_path, monkeypatch):
 
 
 def test_a_report_compares_levels(fakes, tmp_path):
-    content = levels.run(plan("levels", plots=tmp_path / "plots" if plots.available() else None), lambda text: None)
+    content = levels.run(plan("levels", plots=tmp_path / "plots"), lambda text: None)
     summary = content["summary"]
     assert list(summary)[:3] == ["umbra-minimal", "umbra-low", "umbra"]
     assert summary["umbra"]["agreement"] == 100.0
@@ -149,8 +149,7 @@ def test_a_report_compares_levels(fakes, tmp_path):
     table = levels.layers_markdown(content)
     assert "| 5 | 97.0 % | +2.0 % | 4.5 % |" in table and "5 of 6 layers are allowed" in table
     assert readme.figures([content]).keys() == {"levels", "layers", "machine"}
-    if plots.available():
-        assert {path.name for path in (tmp_path / "plots").iterdir()} == {"levels.png", "layers.png"}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"levels.png", "layers.png"}
 
 
 # ---- what may be lost

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from umbra.configs.engine import BLOCK, EngineConfig
 from umbra.configs.models import named
 from umbra.kernels.attention import KVFormat
 from umbra.kernels.attention.reference import TILE
-from umbra.kernels.backend import Kernels, choose
+from umbra.kernels.backend import choose
+from umbra.kernels.draft import SHADOW_PLACES
 from umbra.scripts.tpu import assume, chips
-from umbra.scripts.tpu.jobs import decode_jobs, engine_jobs
+from umbra.scripts.tpu.jobs import decode_jobs, draft_weights, engine_jobs, roofline_jobs
 
 SCRIPT = Path(umbra.__file__).parent / "scripts" / "compile_tpu.py"
 
@@ -53,7 +54,7 @@ def target(mesh: Any, **changed: Any) -> Any:
     from umbra.scripts.tpu.jobs import Target
 
     how: dict[str, Any] = dict(
-        config=named("tiny"), mesh=mesh, kernels=Kernels("tpu", "tpu", "xla"), quant="none", kv="auto", context=300,
+        config=named("tiny"), mesh=mesh, kernels=choose("tpu").kernels, quant="none", kv="auto", context=300,
         sampling="greedy", decode_steps=2,
     )  # fmt: skip
     return Target(**how | changed)
@@ -72,7 +73,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-def test_the_server_warms_up_the_same_programs(mesh: Any) -> None:
+def test_the_server_warms_up_the_same_programs(mesh: Any, random_shadow: Callable) -> None:
     """What an engine compiles before it is ready is the list that is compiled for a TPU, in names and shapes."""
     import jax
 
@@ -85,8 +86,10 @@ def test_the_server_warms_up_the_same_programs(mesh: Any) -> None:
         shapes = {name: jax.tree.map(lambda s: (s.shape[0] // shards, *s.shape[1:]), i) for name, i in inputs.items()}
         return [(p.name, p.kind, shapes[p.name]) for p in listed]
 
-    config = EngineConfig(slots=4, context_length=512, blocks=9, decode_steps=2)
-    with Engine(load_model("tiny"), config) as engine:
+    config = EngineConfig(slots=4, context_length=512, blocks=9, decode_steps=2, draft_rows=28)
+    model = load_model("tiny")
+    model = dataclasses.replace(model, shadow=random_shadow(model.config.vocab_size, model.config.d_model))
+    with Engine(model, config) as engine:
         engine.start()
         assert engine.device.compiled == {program.kind for program in engine.programs}
         warmed = described(engine.programs, 1)
@@ -94,24 +97,31 @@ def test_the_server_warms_up_the_same_programs(mesh: Any) -> None:
 
 
 def test_compiles_exactly_the_programs_of_the_engine(report: dict[str, Any], mesh: Any) -> None:
-    """And the decode step for other numbers of sequences."""
+    """And the decode step for other numbers of sequences. It stands there three times: with a token of each sequence,
+    with drafts behind it, and what drafting costs in it."""
     listed = target(mesh).programs(EngineConfig(slots=4, decode_steps=2))
     listed += [p for p in target(mesh).programs(EngineConfig(slots=2, decode_steps=2)) if p.kind == "decode"]
-    wanted = [(p.name, p.kind, p.sequences, p.width) for p in listed]
+    wanted = []
+    for p in listed:
+        for kind in ("decode", "verify", "draft") if p.kind == "decode" else (p.kind,):
+            wanted.append((p.name, kind, p.sequences, p.width))
     assert [(r["name"], r["kind"], r["sequences"], r["width"]) for r in report["programs"]] == wanted
 
 
 def test_our_kernels_are_in_the_steps(report: dict[str, Any]) -> None:
     for row in report["programs"]:
         assert (row.get("l1_mode") in ("hbm", "vmem_resident")) == (row["kind"] == "decode_n")
-        if row["kind"] in ("prefill", "decode"):
+        if row["kind"] in ("prefill", "decode", "verify"):
             assert row["kernel_calls"] == {
-                "umbra_attention": named("tiny").n_layers, "umbra_embed": 1, "umbra_greedy_head": 1,
+                "umbra_attention": named("tiny").n_layers, "umbra_embed": 1 + SHADOW_PLACES, "umbra_greedy_head": 1,
             }  # fmt: skip
             assert row["custom_kernels"] == sorted(row["kernel_calls"])
             assert row["operations"]["kernel"] == sum(row["kernel_calls"].values())
             assert row["operations"]["collective"] > 0
-    assert report["settings"]["kernels"] == {"linear": "tpu", "attention": "tpu", "sample": "xla"}
+        if row["kind"] == "draft":
+            assert row["kernel_calls"] == {"umbra_embed": SHADOW_PLACES}
+            assert row["operations"]["collective"] == 0
+    assert report["settings"]["kernels"] == {"linear": "tpu", "attention": "tpu", "sample": "xla", "draft": "tpu"}
 
 
 def test_the_device_loop_keeps_kv_on_the_chip(report: dict[str, Any]) -> None:
@@ -169,10 +179,55 @@ def test_figures_of_a_step(report: dict[str, Any]) -> None:
         assert row["predicted_tok_s"] > 0
         assert row["largest"][0]["bytes"] >= row["largest"][-1]["bytes"] > 0
     assert rows["decode_n"]["min_bytes"] == 2 * rows["decode"]["min_bytes"]
+    assert (rows["decode"]["new_tokens"], rows["verify"]["new_tokens"]) == (1, 8)
+    assert rows["decode"]["bytes_accessed"] < rows["verify"]["bytes_accessed"] < 1.2 * rows["decode"]["bytes_accessed"]
     # Two data shards of four slots; the prefill step gets on with a chunk of prompt tokens on each.
     assert rows["decode"]["predicted_tok_s"] == pytest.approx(2 * 4 / rows["decode"]["bound_s"])
     assert rows["prefill"]["predicted_tok_s"] == pytest.approx(2 * 128 / rows["prefill"]["bound_s"])
     assert rows["admit"]["predicted_tok_s"] is None
+
+
+def test_figures_of_drafting(report: dict[str, Any]) -> None:
+    """The same in every pass; it reads a few rows of the table of all tokens, not the table."""
+    rows = {row["kind"]: row for row in report["programs"] if row["sequences"] == 4}
+    part = rows["draft"]
+    assert part["drafted"] == SHADOW_PLACES and part["predicted_tok_s"] is None
+    for kind in ("decode", "verify", "draft"):
+        assert rows[kind]["draft_bytes"] == part["bytes_accessed"] > part["min_bytes"]
+        assert rows[kind]["draft_flops"] == part["flops"] > 0
+    assert rows["decode"]["min_bytes"] > part["min_bytes"]
+    assert rows["admit"]["draft_bytes"] == 0
+    told = report["settings"]["drafting"]
+    assert told["rows"] == 28 and told["drafted_tokens"] == SHADOW_PLACES
+    assert told["tokens_of_a_sequence"] == {"prefill": 1, "decode": 1, "decode_n": 1, "verify": 8}
+    assert told["shadow"]["parameters"] > 0
+    accepted = rows["verify"]["accepted"]
+    assert [a["tokens_per_pass"] for a in accepted] == [1, 2, 2.3, 3, 8]
+    assert accepted[-1]["tok_s_chip"] == pytest.approx(rows["verify"]["predicted_tok_s_chip"])
+    assert accepted[2]["tok_s_chip"] == pytest.approx(2.3 * accepted[0]["tok_s_chip"])
+
+
+def test_shapes_of_the_shadow() -> None:
+    """What is compiled for is what model/shadow.py derives from a shadow of that size."""
+    import jax
+    import numpy as np
+
+    from umbra.configs.shadow import ShadowConfig
+    from umbra.model.shadow import drafting_from, initial
+
+    trunk = named("tiny")
+    config = ShadowConfig.for_trunk(trunk, (0.0, 0.8), 64)
+    table = np.random.default_rng(0).standard_normal((trunk.vocab_size, trunk.d_model)).astype(np.float32)
+    made = drafting_from(initial(config, np.arange(64)), table)
+    described = jax.tree.map(lambda x: (x.shape, x.dtype), made)
+    assert described == jax.tree.map(lambda x: (x.shape, x.dtype), draft_weights(config, trunk.vocab_size))
+
+
+def test_programs_that_never_draft(mesh: Any) -> None:
+    (job,) = decode_jobs(target(mesh, drafts=False), (2,))
+    assert [case.kind for case in job.cases] == ["decode"]
+    assert job.program.args[0].drafter is None and job.program.width == 2
+    assert job.cases[0].load.drafted(job.program) == 0
 
 
 @pytest.mark.parametrize(("kernels", "quant"), [("xla", "none"), ("tpu", "none"), ("tpu", "int8")])
@@ -184,26 +239,35 @@ def test_products_are_counted_in_full(mesh: Any, uncached: None, kernels: str, q
     c, slots, spans = named("tiny"), 4, 3
     how = target(mesh, kernels=choose("tpu", kernels).kernels, quant=quant)
     (job,) = (job for job in engine_jobs(how, slots) if job.program.kind == "decode")
-    decode = report.row(job, mesh, chips.CHIPS["v5e"])
+    decode, _, draft = report.rows(job, mesh, chips.CHIPS["v5e"])
     projections = 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
     layers = decode["width"] * c.n_layers * (projections + 3 * c.d_model * c.d_ff)
-    head = slots * c.vocab_size * c.d_model
+    head = decode["width"] * c.vocab_size * c.d_model
     rows = TILE if kernels == "xla" else 1
     attention = slots * c.n_layers * spans * 2 * rows * c.n_heads * BLOCK * c.head_dim
-    assert decode["flops"] == pytest.approx(2 * (layers + head + attention) / 2, rel=0.02)
+    assert decode["flops"] - draft["flops"] == pytest.approx(2 * (layers + head + attention) / 2, rel=0.02)
+    shadow, lanes = how.shadow, 128
+    r, m = shadow.rank, shadow.mlp
+    cell = 2 * r * r + r * r + 2 * r * m + shadow.vocab * (r if kernels == "xla" else -(-r // lanes) * lanes)
+    drafted = slots * (SHADOW_PLACES * (cell + 2 * r) + c.d_model * r)
+    assert draft["flops"] == pytest.approx(2 * drafted, rel=0.05)
     assert [text for text in decode["assumptions"].values() if "unknown" in text] == []
 
 
 def test_a_pass_of_several_tokens(mesh: Any) -> None:
     """Five tokens of each sequence read its KV once, and the weights once."""
-    one, five = decode_jobs(target(mesh), (2,), (1, 5))
-    assert (one.program.kind, five.program.kind) == ("decode", "prefill")
-    assert five.load.lengths(five.program) == ([300, 300], [5, 5])
-    assert five.load.tokens_per_run(five.program, mesh) == 2 * 5 * mesh.shape["data"]
-    work = [job.load.attention(job.program, mesh, "v5e") for job in (one, five)]
+    one, five = roofline_jobs(target(mesh), (2,), (1, 5))
+    assert (one.program.kind, five.program.kind) == ("decode", "decode")
+    assert (one.program.width, five.program.width) == (2, 10)
+    (single,), (several,) = one.cases, five.cases
+    assert (single.kind, several.kind) == ("decode", "verify")
+    assert (single.load.drafted(one.program), several.load.drafted(five.program)) == (0, SHADOW_PLACES)
+    assert several.load.lengths(five.program) == ([300, 300], [5, 5])
+    assert several.load.tokens_per_run(five.program, mesh) == 2 * 5 * mesh.shape["data"]
+    work = [job.cases[0].load.attention(job.program, mesh, "v5e") for job in (one, five)]
     assert work[1].flops == 5 * work[0].flops
     assert work[1].bytes < 1.1 * work[0].bytes
-    assert one.load.min_bytes(one.program, mesh) < five.load.min_bytes(five.program, mesh)
+    assert single.load.min_bytes(one.program, mesh) < several.load.min_bytes(five.program, mesh)
 
 
 def test_blocks_that_stay_on_the_chip_are_not_read_again(mesh: Any) -> None:
@@ -211,11 +275,12 @@ def test_blocks_that_stay_on_the_chip_are_not_read_again(mesh: Any) -> None:
     how = target(mesh)
     (loop,) = (job for job in engine_jobs(how, 4) if job.program.kind == "decode_n")
     assert loop.program.hot and loop.program.fallback is not None
+    load = loop.cases[0].load
     with_window, without = (
-        loop.load.attention(program, mesh, "v5e").bytes for program in (loop.program, loop.program.fallback)
+        load.attention(program, mesh, "v5e").bytes for program in (loop.program, loop.program.fallback)
     )
     c = named("tiny")
-    block = BLOCK * loop.load.kv.bytes_per_token(1, c.n_kv_heads // mesh.shape["model"], c.head_dim)
+    block = BLOCK * load.kv.bytes_per_token(1, c.n_kv_heads // mesh.shape["model"], c.head_dim)
     assert without - with_window == 4 * 2 * block
 
 
@@ -269,6 +334,7 @@ def test_load_of_a_model_with_sliding_windows() -> None:
         (["--quant", "int2"], "supported: none, int8, int4"),
         (["--kernels", "cpu"], "supported: auto, xla, tpu"),
         (["--slots", "0"], "at least 1"),
+        (["--draft", "shadow"], "supported: auto, off"),
         (["--level", "high"], "--level"),
     ],
 )

@@ -51,9 +51,9 @@ def same(got: list[Completion], expected: list[Completion], digest: bool = True)
         assert not digest or a.digests == b.digests
 
 
-@pytest.fixture(scope="module", params=["cpu", "xla"])
-def model(request: pytest.FixtureRequest, random_model: Callable, random_shadow: Callable) -> Model:
-    loaded = random_model("tiny", kernels=request.param)
+@pytest.fixture(scope="module")
+def model(random_model: Callable, random_shadow: Callable) -> Model:
+    loaded = random_model("tiny")
     return dataclasses.replace(loaded, shadow=random_shadow(512, loaded.config.d_model))
 
 
@@ -95,6 +95,18 @@ def test_copies_come_several_at_a_time(drafting: Engine) -> None:
     (answer,) = drafting.generate([REPEATING], greedy)
     assert len(answer.token_ids) / answer.timings.passes > 1.5, "a small random trunk falls into a loop"
     assert dict(answer.timings.accepted)["lookup"] > 50
+
+
+def test_in_plain_jax(random_model: Callable, random_shadow: Callable) -> None:
+    model = random_model("tiny-gemma", kernels="xla")
+    model = dataclasses.replace(model, shadow=random_shadow(512, model.config.d_model))
+    outcomes = []
+    for rows in (0, 12):
+        with Engine(model, dataclasses.replace(BASE, draft_rows=rows)) as engine:
+            engine.start(warm=False)
+            outcomes.append(answers(engine, ASKED["greedy"]) + answers(engine, ASKED["penalties"]))
+    same(outcomes[1], outcomes[0])
+    assert sum(answer.timings.drafted for answer in outcomes[1]) > 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -51,6 +52,31 @@ def test_meshes_agree_with_one_device(name: str, random_model: Callable) -> None
     got = run(model, 2, 2)
     same = sum(sum(np.cumprod(np.equal(a, b))) for a, b in zip(got, expected, strict=True))
     assert same >= 0.9 * sum(map(len, expected))
+
+
+@pytest.mark.parametrize(("data", "model_axis", "kernels"), [(4, 1, "xla"), (2, 2, "xla"), (2, 2, "auto")])
+def test_drafting_on_a_mesh(
+    data: int, model_axis: int, kernels: str, random_model: Callable, random_shadow: Callable
+) -> None:
+    """Every data shard drafts for its own slots, and all devices of a shard the same: the answers do not change."""
+    model = random_model("tiny", kernels=kernels)
+    model = dataclasses.replace(model, shadow=random_shadow(512, model.config.d_model))
+    mesh = make_mesh(jax.devices()[: data * model_axis], model.config, data, model_axis)
+    asked = [
+        SamplingParams(max_tokens=40, ignore_eos=True)
+        if i % 2
+        else SamplingParams(temperature=0.8, seed=7, max_tokens=24)
+        for i in range(16)
+    ]
+    with Engine(place(model, mesh), dataclasses.replace(CONFIG, draft_rows=20), mesh=mesh) as engine:
+        engine.start(warm=False)
+        alone = engine.generate(prompts(16), [dataclasses.replace(params, draft="off") for params in asked])
+        drafting = engine.generate(prompts(16), asked)
+        engine.check()
+    assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in alone]
+    assert all(answer.timings.drafted == 0 for answer in alone)
+    accepted = sum(count for answer in drafting for _, count in answer.timings.accepted)
+    assert 0 < accepted < sum(answer.timings.drafted for answer in drafting)
 
 
 def test_default_mesh_follows_the_heads() -> None:

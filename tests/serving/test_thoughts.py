@@ -57,7 +57,7 @@ def run(steps, stop=(), how=None):
     return thought + last_thought, answer + last, stop_at, channels.thought_tokens
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.data(), tokens, closes, st.lists(st.sampled_from(["S", "ST", "a", "é", ">"]), max_size=2))
 def test_grouping_changes_nothing_and_the_parts_are_right(data, ids, close, stop):
     how = thinking(close)

@@ -56,15 +56,17 @@ struct Results {
 struct Chain {
   int64_t slot, room;
   int64_t last;  // index of the last token in the history
-  int kind;     // temperature class
-  bool shadow;  // may ask it
+  int kind;             // temperature class
+  bool lookup, shadow;  // may use it
   Match match{0, 0};
+  int64_t found = 0;  // at which place
   bool alive = true, follows = false;
   float product = 1;
   int64_t seen = 0;  // tokens that the state has seen
-  float *state, *next, *context, *u, *gate, *candidate, *markov, *normed, *mlp, *o;
-  int16_t* integers;
-  float scale;
+  float *state = nullptr, *next = nullptr, *context = nullptr, *u = nullptr, *gate = nullptr, *candidate = nullptr,
+        *markov = nullptr, *normed = nullptr, *mlp = nullptr, *o = nullptr;
+  int16_t* integers = nullptr;
+  float scale = 0;
   // Of one place:
   int32_t copied = -1, guess = -1;
   bool asks = false;
@@ -103,6 +105,7 @@ class Drafter {
   void draft() {
     begin();
     for (int64_t place = 0; place < kDrafts; ++place) {
+      find_matches(place);
       bool any = false;
       for (Chain& chain : chains_) any |= chain.alive && look_up(chain, place);
       if (!any) return;
@@ -129,17 +132,11 @@ class Drafter {
       chain.room = room;
       chain.last = std::min<int64_t>(in_.position[b], in_.length - 1);
       chain.kind = temperature_class(in_.temperature[b]);
+      chain.lookup = in_.sources[b] & kLookup;
       chain.shadow = in_.sources[b] & kShadow;
       chains_.push_back(chain);
     }
     give_memory();
-    parallel_for(static_cast<int64_t>(chains_.size()), [&](int64_t i) {
-      Chain& chain = chains_[i];
-      if (in_.sources[chain.slot] & kLookup) {
-        chain.match = run_.find_match(in_.history + chain.slot * in_.length, chain.last);
-      }
-      chain.follows = chain.match.length > 0;
-    });
   }
 
   int temperature_class(float temperature) const {
@@ -180,13 +177,33 @@ class Drafter {
 
   // --- one place ---
 
+  // A match for every chain that has none.
+  void find_matches(int64_t place) {
+    asking_.clear();
+    for (Chain& chain : chains_) {
+      if (chain.alive && chain.lookup && !chain.follows) asking_.push_back(&chain);
+    }
+    parallel_for(static_cast<int64_t>(asking_.size()), [&](int64_t i) {
+      Chain& chain = *asking_[i];
+      int32_t tail[kLongestMatch];
+      const int64_t end = chain.last + place + 1, known = std::min<int64_t>(kLongestMatch, end);
+      for (int64_t back = 0; back < known; ++back) tail[back] = token_at(chain, end - 1 - back);
+      const int64_t limit = place > 0 ? chain.last + 1 : chain.last;  // an occurrence is not the tail itself
+      chain.match = run_.find_match(in_.history + chain.slot * in_.length, limit, tail, known);
+      chain.found = place;
+      chain.follows = chain.match.length > 0;
+    });
+  }
+
+  // Of the history, which goes on with the chain's drafts.
+  int32_t token_at(const Chain& chain, int64_t at) const {
+    const int64_t behind = at - chain.last - 1;
+    return behind < 0 ? in_.history[chain.slot * in_.length + at] : out_.tokens[chain.slot * kDrafts + behind];
+  }
+
   // The lookup's token, and whether to ask the shadow. Whether anybody proposes anything.
   bool look_up(Chain& chain, int64_t place) {
-    if (chain.follows) {
-      // Behind the end of the history the copy goes on with the chain's own drafts.
-      const int64_t at = chain.match.next + place, behind = at - chain.last - 1;
-      chain.copied = behind < 0 ? in_.history[chain.slot * in_.length + at] : out_.tokens[chain.slot * kDrafts + behind];
-    }
+    chain.copied = chain.follows ? token_at(chain, chain.match.next + place - chain.found) : -1;
     const bool certain = chain.follows && lookup_probability(chain, kUnknown, place) >= kCertain;
     chain.asks = chain.shadow && place < kPlaces && !certain;
     if (!chain.asks && !chain.follows) chain.alive = false;
@@ -194,7 +211,8 @@ class Drafter {
   }
 
   float lookup_probability(const Chain& chain, int says, int64_t place) const {
-    return w_.lookup[((chain.kind * (kLongestMatch + 1) + chain.match.length) * kAnswers + says) * kDrafts + place];
+    const int64_t row = (chain.kind * (kLongestMatch + 1) + chain.match.length) * kAnswers + says;
+    return w_.lookup[row * kDrafts + place - chain.found];
   }
 
   // The more certain of the two proposals, unless it is not certain enough.
@@ -243,34 +261,38 @@ class Drafter {
     score(place);
   }
 
-  // Row `member` of every chain of the batch, from channel `at` on.
-  template <class T>
-  std::vector<T*> rows(T* Chain::*member, int64_t at = 0) const {
-    std::vector<T*> result;
-    for (const Chain* chain : batch_) result.push_back(chain->*member + at);
+  // The vectors of the batch that go through a product, and those that come out.
+  struct Vectors {
+    std::vector<float*> from, to;
+  };
+
+  Vectors vectors(float* Chain::*from, float* Chain::*to, bool first_step_only = false) const {
+    Vectors result;
+    for (const Chain* chain : batch_) {
+      if (first_step_only && chain->seen > 0) continue;
+      result.from.push_back(chain->*from);
+      result.to.push_back(chain->*to);
+    }
     return result;
   }
 
-  // out[.., at + n) of the batch: products with columns of w.
-  void product(float* Chain::*x, int64_t in, const float* w, int64_t stride, int64_t at, int64_t n,
-               float* Chain::*out) const {
-    const std::vector<float*> from = rows(x), to = rows(out, at);
-    run_.product(from.data(), static_cast<int64_t>(from.size()), in, w + at, stride, n, to.data());
+  // Channels [at, at + n) of products with w.
+  void product(const Vectors& x, int64_t in, const float* w, int64_t stride, int64_t at, int64_t n) const {
+    run_.product(x.from.data(), static_cast<int64_t>(x.from.size()), in, w, stride, at, n, x.to.data());
   }
 
   // The states of the batch see one more token; `last`: and what the head needs of it.
   void roll(bool last) {
     const int64_t rank = w_.rank;
-    bool first = false;
-    for (Chain* chain : batch_) {
-      first |= chain->seen == 0;
-      begin_step(*chain);
-    }
+    for (Chain* chain : batch_) begin_step(*chain);
+    const Vectors contexts = vectors(&Chain::normed, &Chain::context, true), reads = vectors(&Chain::u, &Chain::markov);
+    const Vectors gates = vectors(&Chain::state, &Chain::gate);
+    const Vectors candidates = vectors(&Chain::state, &Chain::candidate);
     in_chunks(rank, kChannels, [&](int64_t at, int64_t n) {
-      if (first) contexts(at, n);
-      product(&Chain::state, rank, w_.recur, 2 * rank, at, n, &Chain::gate);
-      product(&Chain::state, rank, w_.recur + rank, 2 * rank, at, n, &Chain::candidate);
-      if (last) product(&Chain::u, rank, w_.markov, rank, at, n, &Chain::markov);
+      product(contexts, w_.width, w_.context, rank, at, n);
+      product(gates, rank, w_.recur, 2 * rank, at, n);
+      product(candidates, rank, w_.recur + rank, 2 * rank, at, n);
+      if (last) product(reads, rank, w_.markov, rank, at, n);
       for (Chain* chain : batch_)
         run_.cell(w_.cell, chain->gate, chain->candidate, chain->u, chain->context, chain->state, at, n, chain->next);
     });
@@ -291,27 +313,17 @@ class Drafter {
     run_.read(w_.read + token * w_.rank, w_.read_scale[token], w_.step + place * w_.rank, w_.rank, chain.u);
   }
 
-  // Channels of z, for chains at their first step.
-  void contexts(int64_t at, int64_t n) const {
-    std::vector<float*> from, to;
-    for (const Chain* chain : batch_) {
-      if (chain->seen > 0) continue;
-      from.push_back(chain->normed);
-      to.push_back(chain->context + at);
-    }
-    run_.product(from.data(), static_cast<int64_t>(from.size()), w_.width, w_.context + at, w_.rank, n, to.data());
-  }
-
   // o of the batch, as integers.
   void finish_states() {
     const int64_t rank = w_.rank;
     for (Chain* chain : batch_) run_.normalise(chain->state, rank, *w_.epsilon, chain->normed);
+    const Vectors up = vectors(&Chain::normed, &Chain::mlp), down = vectors(&Chain::mlp, &Chain::o);
     in_chunks(w_.mlp, kFewWeights, [&](int64_t at, int64_t n) {
-      product(&Chain::normed, rank, w_.up, w_.mlp, at, n, &Chain::mlp);
+      product(up, rank, w_.up, w_.mlp, at, n);
       for (Chain* chain : batch_) run_.silu(chain->mlp + at, n);
     });
     in_chunks(rank, kFewWeights, [&](int64_t at, int64_t n) {
-      product(&Chain::mlp, w_.mlp, w_.down, rank, at, n, &Chain::o);
+      product(down, w_.mlp, w_.down, rank, at, n);
       for (Chain* chain : batch_) run_.add(chain->state + at, chain->markov + at, n, chain->o + at);
     });
     for (Chain* chain : batch_) chain->scale = run_.quantise(chain->o, rank, limit_, chain->integers);
@@ -336,8 +348,8 @@ class Drafter {
   // Rows [at, at + n) of the head for `pair` chains of the batch.
   void score_rows(int64_t place, int64_t at, int64_t n, int64_t first, int pair) const {
     int32_t dots[kPair][kHeadRows];
-    const int16_t* x[kPair];
-    int32_t* out[kPair];
+    const int16_t* x[kPair] = {};
+    int32_t* out[kPair] = {};
     for (int i = 0; i < pair; ++i) {
       x[i] = batch_[first + i]->integers;
       out[i] = dots[i];
@@ -475,9 +487,8 @@ ffi::Error draft(ffi::RemainingArgs args, ffi::ResultBuffer<ffi::S32> tokens, ff
   }
   FloatMode mode;
   static thread_local Memory memory;
-  Drafter(weights, inputs, {tokens->typed_data(), source->typed_data(), probability->typed_data(), length->typed_data()},
-          memory)
-      .draft();
+  const Results results{tokens->typed_data(), source->typed_data(), probability->typed_data(), length->typed_data()};
+  Drafter(weights, inputs, results, memory).draft();
   return ffi::Error::Success();
 }
 

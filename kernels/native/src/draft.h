@@ -35,13 +35,14 @@ struct Cell {
 };
 
 struct Kernels {
-  // The longest occurrence before `position`, the most recent of equally long ones.
-  Match (*find_match)(const int32_t* history, int64_t position);
+  // The longest occurrence of the `known` last tokens, tail[0] the last of all, that ends in [1, limit) of the history;
+  // the most recent of equally long ones.
+  Match (*find_match)(const int32_t* history, int64_t limit, const int32_t* tail, int64_t known);
   // x / sqrt(mean x^2 + epsilon)
   void (*normalise)(const float* x, int64_t n, float epsilon, float* y);
-  // y[m][c] = sum of x[m][i] w[i * stride + c] over i in [0, in), ascending; c in [0, columns), m in [0, rows).
-  void (*product)(const float* const* x, int64_t rows, int64_t in, const float* w, int64_t stride, int64_t columns,
-                  float* const* y);
+  // y[m][c] = sum of x[m][i] w[i * stride + c] over i in [0, in), ascending; c in [first, first + n), m in [0, rows).
+  void (*product)(const float* const* x, int64_t rows, int64_t in, const float* w, int64_t stride, int64_t first,
+                  int64_t n, float* const* y);
   // A token's row of the table, and the step's own vector.
   void (*read)(const int8_t* row, float scale, const float* step, int64_t n, float* u);
   // The next state of lanes [first, first + n); `gate` and `candidate` hold the products with the state before.

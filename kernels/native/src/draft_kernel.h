@@ -24,20 +24,19 @@ UMBRA_INLINE void put(float* x, int64_t i, int64_t n, F value) {
 
 // --- lookup ---
 
-Match find_match(const int32_t* history, int64_t position) {
+Match find_match(const int32_t* history, int64_t limit, const int32_t* tail, int64_t known) {
   Match best{0, 0};
+  if (known < draft::kShortestMatch) return best;
   const auto look = [&](int64_t end) {  // at an occurrence of two tokens; whether it cannot be beaten
-    const int64_t known = best.length;
-    if (known && (end < known || history[end - known] != history[position - known])) return false;
+    const int64_t beaten = best.length;
+    if (beaten && (end < beaten || history[end - beaten] != tail[beaten])) return false;
     int64_t length = draft::kShortestMatch;
-    while (length < draft::kLongestMatch && length <= end && history[end - length] == history[position - length])
-      ++length;
+    while (length < known && length <= end && history[end - length] == tail[length]) ++length;
     if (length > best.length) best = {length, end + 1};
-    return length == draft::kLongestMatch;
+    return length == known;
   };
-  if (position < 2) return best;
-  const I last = iset(history[position]), before = iset(history[position - 1]);
-  int64_t high = position;  // ends in [1, high) are still to be looked at
+  const I last = iset(tail[0]), before = iset(tail[1]);
+  int64_t high = limit;  // ends in [1, high) are still to be looked at
   for (; high >= 17; high -= 16) {
     const int64_t low = high - 16;
     uint32_t found = mask_bits(eq(load(history + low), last) & eq(load(history + low - 1), before));
@@ -48,7 +47,7 @@ Match find_match(const int32_t* history, int64_t position) {
     }
   }
   for (int64_t end = high - 1; end >= 1; --end) {
-    if (history[end] == history[position] && history[end - 1] == history[position - 1] && look(end)) return best;
+    if (history[end] == tail[0] && history[end - 1] == tail[1] && look(end)) return best;
   }
   return best;
 }
@@ -88,18 +87,19 @@ UMBRA_INLINE void columns_of(const float* const* x, int64_t in, const float* w, 
 }
 
 template <int M>
-void product_rows(const float* const* x, int64_t in, const float* w, int64_t stride, int64_t columns,
+void product_rows(const float* const* x, int64_t in, const float* w, int64_t stride, int64_t first, int64_t n,
                   float* const* y) {
-  int64_t at = 0;
-  for (; at + 48 <= columns; at += 48) columns_of<M, 3>(x, in, w, stride, 48, y, at);
-  for (; at < columns; at += 16) columns_of<M, 1>(x, in, w, stride, columns - at < 16 ? columns - at : 16, y, at);
+  const int64_t end = first + n;
+  int64_t at = first;
+  for (; at + 48 <= end; at += 48) columns_of<M, 3>(x, in, w, stride, 48, y, at);
+  for (; at < end; at += 16) columns_of<M, 1>(x, in, w, stride, end - at < 16 ? end - at : 16, y, at);
 }
 
-void product(const float* const* x, int64_t rows, int64_t in, const float* w, int64_t stride, int64_t columns,
+void product(const float* const* x, int64_t rows, int64_t in, const float* w, int64_t stride, int64_t first, int64_t n,
              float* const* y) {
   int64_t m = 0;
-  for (; m + 2 <= rows; m += 2) product_rows<2>(x + m, in, w, stride, columns, y + m);
-  if (m < rows) product_rows<1>(x + m, in, w, stride, columns, y + m);
+  for (; m + 2 <= rows; m += 2) product_rows<2>(x + m, in, w, stride, first, n, y + m);
+  if (m < rows) product_rows<1>(x + m, in, w, stride, first, n, y + m);
 }
 
 void read(const int8_t* row, float scale, const float* step, int64_t n, float* u) {

@@ -2,9 +2,9 @@
 // its 31 passes over the row per threshold search.
 //
 // A search needs few values: tokens above a cut that holds enough of them (top-k), or enough mass (top-p), are
-// collected in one pass, and only they are looked at further. Sums whose bits matter are computed in the reference's order; a sum
-// that is only compared with a target is estimated in double first, and computed exactly where the estimate is closer
-// to the target than the error that the order can make.
+// collected in one pass, and only they are looked at further. Sums whose bits matter are computed in the reference's
+// order; a sum that is only compared with a target is estimated in double first, and computed exactly where the
+// estimate is closer to the target than the error that the order can make.
 //
 // Rows go to different threads; a row that is alone is cut into chunks of columns instead.
 #include "sample.h"

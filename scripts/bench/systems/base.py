@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,11 @@ class Setup:
     embedding: str = "file"  # ours only: precision of the embedding's rows
     chunk: int | None = None  # ours only: most prompt tokens of a step; None: the engine's default
     logits: bool = False  # ours only: keep raw logits, for `score`
+    draft: str = "auto"  # ours only: where drafted tokens come from
+    shadow: str = "auto"  # ours only: what `--shadow` says
+    plain: bool = False  # ours only: programs that cannot draft
+    draft_length: int | None = None  # ours only: always so many; None: the gate decides
+    temperature: float = 0.0  # ours only: above 0, tokens are drawn with the number of the prompt as seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +43,16 @@ class Stream:
     passes: int | None = None  # trunk passes that emitted tokens; None: one per token
     cached_tokens: int = 0  # prompt tokens whose KV was already there
     gaps: list[float] = dataclasses.field(default_factory=list)  # seconds from one emission to the next
+    emitted: list[int] = dataclasses.field(default_factory=list)  # tokens of each emission; empty: not known
+    answer: int | None = None  # tokens up to the first end of text, that included; None: not known
+
+    @property
+    def answer_passes(self) -> int | None:
+        """Passes that emitted the answer up to its end; None where emissions are not passes."""
+        if self.answer is None or len(self.emitted) != self.passes:
+            return None
+        reached = itertools.accumulate(self.emitted)
+        return next((i for i, tokens in enumerate(reached, 1) if tokens >= self.answer), None)
 
     @property
     def tok_s(self) -> float | None:

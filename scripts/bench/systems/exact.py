@@ -26,6 +26,7 @@ class Sizes:
     chunk: int = 128
     context: int = 2048
     threads: int | None = None
+    draft: str = "off"
 
 
 class Exact(Ours):
@@ -38,7 +39,9 @@ class Exact(Ours):
         from ....model.load import load_model
 
         chosen = choose(jax.default_backend(), setup.kernels).kernels
-        self.model = load_model(setup.model, quant=setup.quant, kernels=chosen, embedding=setup.embedding)
+        self.model = load_model(
+            setup.model, quant=setup.quant, kernels=chosen, embedding=setup.embedding, shadow=setup.shadow
+        )
         return {
             "versions": {name: version(name) for name in PACKAGES},
             "settings": {
@@ -49,7 +52,12 @@ class Exact(Ours):
             },
         }
 
-    def _open(self, sizes: Sizes) -> Engine:
+    def sources(self) -> list[str]:
+        """Where drafts can come from."""
+        return ["lookup"] if self.model.shadow is None else ["lookup", "shadow"]
+
+    def _open(self, sizes: Sizes, *, plain: bool = True) -> Engine:
+        """An engine; `plain`: whose programs cannot draft where nothing is to be drafted."""
         from ....configs.engine import EngineConfig
         from ....kernels import native
         from ....serving.engine import Engine
@@ -60,6 +68,7 @@ class Exact(Ours):
         config = EngineConfig(
             slots=sizes.slots, prefill_chunk=sizes.chunk, context_length=context, max_queue=4096, logits=True,
             kv=self.setup.kv,  # type: ignore[arg-type]
+            draft_rows=0 if sizes.draft == "off" and plain else None,
         )  # fmt: skip
         engine = Engine(self.model, config)
         engine.start()
@@ -72,8 +81,14 @@ class Exact(Ours):
 
         params = [
             SamplingParams(
-                max_tokens=max_tokens, ignore_eos=True, digest=True, temperature=0.8 * (i % 2), top_p=0.95, seed=i
-            )
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                digest=True,
+                temperature=0.8 * (i % 2),
+                top_p=0.95,
+                seed=i,
+                draft=sizes["draft"],
+            )  # fmt: skip
             for i in range(len(prompts))
         ]
         with self._open(Sizes(**sizes)) as engine:
@@ -81,6 +96,7 @@ class Exact(Ours):
             return {
                 "ids": [one.token_ids for one in made],
                 "digests": [one.digests for one in made],
+                "passes": sum(one.timings.passes for one in made),
                 "numerics": engine.numerics_class,
             }
 
@@ -90,7 +106,7 @@ class Exact(Ours):
         from .steps import Steps
 
         digests: dict[str, Any] = {str(width): [] for width in widths}
-        with self._open(Sizes("", slots=max(widths))) as engine:
+        with self._open(Sizes("", slots=max(widths)), plain=False) as engine:
             steps = Steps(engine)
             for ids, begin in zip(texts, begins, strict=True):
                 if begin > 1:

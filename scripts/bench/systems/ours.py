@@ -14,7 +14,7 @@ from .base import Run, Scores, Setup, Stream, System, between
 
 if TYPE_CHECKING:
     from ....model.load import Model
-    from ....serving.engine import Emission
+    from ....serving.engine import Emission, SamplingParams
     from .steps import Steps
 
 PACKAGES = ("umbra", "jax", "jaxlib", "numpy")
@@ -29,10 +29,13 @@ class Ours(System):
         kernels = self.kernels or setup.kernels
         prepare(setup.threads, setup.mesh, kernels)
         began = time.perf_counter()
-        chunk: dict[str, Any] = {} if setup.chunk is None else {"prefill_chunk": setup.chunk}
+        self.setup = setup
+        sizes: dict[str, Any] = {} if setup.chunk is None else {"prefill_chunk": setup.chunk}
+        if setup.draft_length is not None:
+            sizes["draft_length"] = setup.draft_length
         self.model, self.engine = open_engine(
             setup.model, setup.quant, setup.mesh, kernels=kernels, embedding=setup.embedding, slots=setup.sequences,
-            kv=setup.kv, logits=setup.logits, **chunk,
+            kv=setup.kv, logits=setup.logits, draft="off" if setup.plain else "auto", shadow=setup.shadow, **sizes,
         )  # fmt: skip
         return {
             "versions": {name: version(name) for name in PACKAGES},
@@ -49,6 +52,10 @@ class Ours(System):
                 "slots": setup.sequences,
                 "chunk": self.engine.config.prefill_chunk,
                 "context": self.engine.context_length,
+                "pass_bytes": self._pass_bytes(),
+                "kv_token_bytes": self._kv_token_bytes(),
+                "draft": setup.draft,
+                **({} if setup.draft_length is None else {"draft_length": setup.draft_length}),
                 "ready_s": round(time.perf_counter() - began, 3),
             },
         }
@@ -93,29 +100,36 @@ class Ours(System):
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
         began = time.perf_counter()
-        emissions = self._answer(prompts, max_tokens, began, ignore_eos=True)
+        params = [
+            self.params(max_tokens, ignore_eos=True, temperature=self.setup.temperature, seed=i)
+            for i in range(len(prompts))
+        ]
+        emissions = self._answer(prompts, params, began)
         seconds = time.perf_counter() - began
-        streams = [_stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
+        streams = [self._stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
         return Run(streams, seconds)
 
     def answers(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Greedy answers, which end where the model ends them; its end token is not part of them."""
         began = time.perf_counter()
-        emissions = self._answer(prompts, max_tokens, began, ignore_eos=False)
-        streams = [_stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
+        emissions = self._answer(prompts, [self.params(max_tokens)] * len(prompts), began)
+        streams = [self._stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
         return [[token for token in stream.token_ids if token not in self.model.eos_ids] for stream in streams]
 
-    def _answer(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, began: float, *, ignore_eos: bool
-    ) -> list[list[tuple[float, Emission]]]:
-        """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were."""
+    def params(self, max_tokens: int, **more: Any) -> SamplingParams:
+        """Greedy, drafting as this system does, unless `more` says otherwise."""
         from ....serving.engine import SamplingParams
 
+        return SamplingParams(max_tokens=max_tokens, **{"draft": self.setup.draft, **more})
+
+    def _answer(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], began: float
+    ) -> list[list[tuple[float, Emission]]]:
+        """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were."""
         inbox: queue.SimpleQueue[tuple[float, Sequence[tuple[str, Emission]]]] = queue.SimpleQueue()
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
         emissions: dict[str, list[tuple[float, Emission]]] = {}
-        for prompt in prompts:
-            request = self.engine.submit(prompt, params, sink=lambda pairs: inbox.put((time.perf_counter(), pairs)))
+        for prompt, each in zip(prompts, params, strict=True):
+            request = self.engine.submit(prompt, each, sink=lambda pairs: inbox.put((time.perf_counter(), pairs)))
             emissions[request] = []
         running = len(prompts)
         while running:
@@ -125,6 +139,36 @@ class Ours(System):
                 running -= emission.finish_reason is not None
         return list(emissions.values())
 
+    def _stream(self, prompt_tokens: int, emissions: Sequence[tuple[float, Emission]]) -> Stream:
+        end = emissions[-1][1]
+        if end.error:
+            raise RuntimeError(end.error)
+        made = [(when, emission) for when, emission in emissions if emission.token_ids]
+        ids = [token for _, emission in made for token in emission.token_ids]
+        ends = (i for i, token in enumerate(ids, 1) if token in self.model.eos_ids)
+        return Stream(
+            prompt_tokens=prompt_tokens,
+            token_ids=ids,
+            ttft=made[0][0],
+            first_tokens=len(made[0][1].token_ids),
+            last=made[-1][0],
+            passes=end.timings.passes if end.timings else None,
+            cached_tokens=end.usage.cached_tokens if end.usage else 0,
+            gaps=between([when for when, _ in made]),
+            emitted=[len(emission.token_ids) for _, emission in made],
+            answer=next(ends, len(ids)),
+        )
+
+    def _pass_bytes(self) -> int:
+        """Bytes of weights that a pass reads: all layers and the head."""
+        params = self.model.params
+        layers = {name: value for name, value in params.items() if name.startswith("layers.")}
+        return _bytes(layers) + _bytes(params.get("head", params["embed"]))
+
+    def _kv_token_bytes(self) -> int:
+        config = self.model.config
+        return self.engine.device.kv.bytes_per_token(config.n_layers, config.n_kv_heads, config.head_dim)
+
     # ---- passes of the compiled programs, without requests
 
     def _steps(self) -> Steps:
@@ -133,17 +177,44 @@ class Ours(System):
         return Steps(self.engine)
 
     def passes(self, ids: Sequence[int], widths: Sequence[int], repeats: int) -> dict[str, list[float]]:
-        """Seconds of passes of each width at a short context, and of `decode`, a pass of one token in the program for
-        plain decoding; taken in turns."""
+        """Seconds of passes of each width at a short context, and of `decode`, a pass of one token; taken in turns."""
         steps = self._steps()
         start = len(ids) - max(widths)
         steps.fill(ids[:start])
         made: dict[str, list[float]] = {"decode": [], **{str(width): [] for width in widths}}
         for _ in range(repeats + 1):
-            made["decode"].append(steps.seconds(ids[start : start + 1], start, "decode"))
+            made["decode"].append(steps.seconds(ids[start : start + 1], start))
             for width in widths:
                 made[str(width)].append(steps.seconds(ids[start : start + width], start))
         return {name: seconds[1:] for name, seconds in made.items()}  # without the first turn
+
+    def draft_seconds(self, ids: Sequence[int], repeats: int) -> list[float] | None:
+        """Seconds in which the shadow alone drafts four tokens for one sequence, compiled by itself; None: this model
+        has no shadow."""
+        if self.model.shadow is None:
+            return None
+        import jax
+        import jax.numpy as jnp
+
+        from ....kernels.draft import SHADOW, DraftInput, draft
+
+        backend = self.engine.device.kernels.draft
+        one = jnp.ones(1, jnp.int32)
+        inputs = DraftInput(
+            hidden=jax.random.normal(jax.random.key(0), (1, self.model.config.d_model)),
+            token=jnp.asarray(ids[-1:], jnp.int32), position=one * (len(ids) - 1),
+            history=jnp.asarray(ids, jnp.int32)[None], active=one > 0, sources=one * SHADOW, temperature=0.0 * one,
+            seed=jnp.zeros((1, 2), jnp.uint32), room=4 * one, floor=jnp.float32(0.0),
+        )  # fmt: skip
+        drafting = jax.jit(lambda weights, inputs: draft(weights, inputs, backend=backend))
+        if int(drafting(self.model.shadow, inputs).length[0]) != 4:
+            raise RuntimeError("the shadow drafts fewer tokens than it was asked for")
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            jax.block_until_ready(drafting(self.model.shadow, inputs))
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
     def fill(self, ids: Sequence[int]) -> int:
         """Compute the KV of a long context; gives the bytes of it that a pass reads."""
@@ -154,9 +225,7 @@ class Ours(System):
     def decode_at(self, ids: Sequence[int], positions: Sequence[int], repeats: int) -> list[list[float]]:
         """Seconds of passes of one token at each position, taken in turns. What is before them must be filled."""
         steps = self._steps()
-        turns = [
-            [steps.seconds([ids[position]], position, "decode") for position in positions] for _ in range(repeats + 1)
-        ]
+        turns = [[steps.seconds([ids[position]], position) for position in positions] for _ in range(repeats + 1)]
         return [list(seconds) for seconds in zip(*turns[1:], strict=True)]
 
     def score(self, sequences: Sequence[Sequence[int]], begins: Sequence[int]) -> list[Scores]:
@@ -182,23 +251,6 @@ def _bytes(tree: Any) -> int:
     import jax
 
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _stream(prompt_tokens: int, emissions: Sequence[tuple[float, Emission]]) -> Stream:
-    end = emissions[-1][1]
-    if end.error:
-        raise RuntimeError(end.error)
-    made = [(when, emission) for when, emission in emissions if emission.token_ids]
-    return Stream(
-        prompt_tokens=prompt_tokens,
-        token_ids=[token for _, emission in made for token in emission.token_ids],
-        ttft=made[0][0],
-        first_tokens=len(made[0][1].token_ids),
-        last=made[-1][0],
-        passes=end.timings.passes if end.timings else None,
-        cached_tokens=end.usage.cached_tokens if end.usage else 0,
-        gaps=between([when for when, _ in made]),
-    )
 
 
 def instructions(kernels: Any) -> str:

@@ -1,8 +1,8 @@
 """Single passes of an engine's compiled programs, over one sequence, while the engine has no requests.
 
 A pass of W tokens is what verifies W - 1 drafted ones: W consecutive tokens of one sequence, causal among themselves,
-with logits and a choice at every one. A prompt chunk is the same computation, so its program is used where the engine
-has none for drafts. Every row of logits chooses for a slot of its own, which is why the engine must have W slots.
+with logits and a choice at every one. A slot holds `SLOT` of them at most; wider passes go on in further slots with the
+same block table.
 """
 
 from __future__ import annotations
@@ -14,55 +14,59 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from ....configs.engine import BLOCK, MAX_DRAFT
 from ....configs.trunk import LOCAL
 from ....kernels.attention import GROUP
+from ....serving.engine.programs import cost_entries
 
 if TYPE_CHECKING:
     from ....serving.engine import Engine
+    from ....serving.engine.state import StepInput
+
+SLOT = 1 + MAX_DRAFT
+"""Tokens of one slot in a pass."""
 
 
 class Steps:
-    """The sequence is at slot 0 of the first data shard and owns the first blocks of the pool."""
+    """The sequence is at the first slots of the first data shard and owns the first blocks of the pool."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.device = engine, engine.device
-        kinds = [program.kind for program in engine.programs]
-        self.wide = "verify" if "verify" in kinds else "prefill"
-        self.widest = engine.config.slots
+        self.widest = min(self.device.rows, SLOT * engine.config.slots) if self.device.drafts else 1
         self.chunk = engine.config.prefill_chunk
+        if self.device.drafts:  # what a pass costs is to be seen, not to be weighed: no token is left out of one
+            self.device.set_cost(np.ones(cost_entries(engine.config, self.device.rows)))
 
-    def run(self, ids: Sequence[int], start: int, *, choose: int, kind: str | None = None) -> tuple[Any, Any]:
-        """Dispatch a pass of the tokens `ids` at positions `start` and after. Logits are taken at the last `choose`
-        tokens. Gives the step's result and its logits `[slots, V]` in that order, not yet ready."""
-        kind = kind or self.wide
-        n = len(ids)
-        inputs = self.device.new_input(kind != "decode")
-        inputs.ids[:n] = ids
-        inputs.positions[:n] = np.arange(start, start + n)
-        groups = range(0, n, GROUP)
-        inputs.starts[: len(groups)] = groups
-        inputs.counts[: len(groups)] = [min(GROUP, n - first) for first in groups]
-        inputs.sample_at[:choose] = np.arange(n - choose, n)
-        inputs.tables[0] = 1 + np.arange(inputs.tables.shape[1])
-        inputs.sizes[0] = n, len(groups), choose
-        return self.device.run(kind, inputs)
+    def run(self, ids: Sequence[int], start: int) -> tuple[Any, Any]:
+        """Dispatch a pass of the tokens `ids` at positions `start` and after, all of which choose. Gives the step's
+        result and what it chose from, row by row, not yet ready."""
+        return self.device.run("decode", self._prepare(ids, start))
 
     def fill(self, ids: Sequence[int], start: int = 0) -> None:
         """Compute and keep the KV of `ids` from position `start` on."""
         for first in range(0, len(ids), self.chunk):
-            result, _ = self.run(ids[first : first + self.chunk], start + first, choose=0, kind="prefill")
+            part = ids[first : first + self.chunk]
+            n, inputs = len(part), self._inputs(prefill=True, slots=1)
+            inputs.ids[:n] = part
+            inputs.positions[:n] = np.arange(start + first, start + first + n)
+            groups = range(0, n, GROUP)
+            inputs.starts[: len(groups)] = groups
+            inputs.counts[: len(groups)] = [min(GROUP, n - at) for at in groups]
+            inputs.sizes[0] = n, len(groups)
+            result, _ = self.device.run("prefill", inputs)
         jax.block_until_ready(result)
 
-    def seconds(self, ids: Sequence[int], start: int, kind: str | None = None) -> float:
+    def seconds(self, ids: Sequence[int], start: int) -> float:
         """The time of a pass from its dispatch until the host has its tokens."""
+        inputs = self._prepare(ids, start)
         began = time.perf_counter()
-        result, _ = self.run(ids, start, choose=len(ids), kind=kind)
+        result, _ = self.device.run("decode", inputs)
         np.asarray(result.tokens)
         return time.perf_counter() - began
 
     def logits(self, ids: Sequence[int], start: int) -> np.ndarray:
         """Logits `[len(ids), V]` after each of the tokens, at most `widest` of them."""
-        _, kept = self.run(ids, start, choose=len(ids))
+        _, kept = self.run(ids, start)
         return np.asarray(kept.logits)[: len(ids)]
 
     def kv_bytes(self, tokens: int) -> int:
@@ -71,3 +75,26 @@ class Steps:
         one_layer = self.device.kv.bytes_per_token(1, config.n_kv_heads, config.head_dim)
         seen = (min(tokens, config.sliding_window or tokens) if t == LOCAL else tokens for t in config.layer_types)
         return one_layer * sum(seen)
+
+    def _prepare(self, ids: Sequence[int], start: int) -> StepInput:
+        """Put the tokens into slots: each has one as its last token, and the next ones as drafts that are certain."""
+        if len(ids) > self.widest:
+            raise ValueError(f"a pass has at most {self.widest} tokens here, got {len(ids)}")
+        rows = self.device.empty_rows(self.device.data * self.engine.config.slots)
+        parts = [ids[first : first + SLOT] for first in range(0, len(ids), SLOT)]
+        inputs = self._inputs(prefill=False, slots=len(parts))
+        for slot, part in enumerate(parts):
+            drafts = len(part) - 1
+            rows.active[slot], rows.limit[slot] = True, self.engine.context_length - 1
+            rows.token[slot], rows.position[slot] = part[0], start + slot * SLOT
+            rows.drafts[slot, :drafts], rows.draft_odds[slot, :drafts] = part[1:], 1.0
+            rows.n_drafts[slot] = drafts
+            inputs.decodes[slot] = True
+        self.device.put_slots(rows)
+        return inputs
+
+    def _inputs(self, *, prefill: bool, slots: int) -> StepInput:
+        inputs = self.device.new_input(prefill)
+        inputs.tables[:slots] = 1 + np.arange(inputs.tables.shape[1])
+        inputs.capacity[:slots] = BLOCK * inputs.tables.shape[1]
+        return inputs

@@ -256,6 +256,7 @@ def _row_params(rows: int, vocab: int, *, top_p: float, greedy: bool) -> Any:
         temperature=each(0.0 if greedy else 0.8), top_k=each(0, jnp.int32), top_p=each(top_p), min_p=each(0.0),
         repetition=each(1.0), presence=each(0.0), frequency=each(0.0), seed=jnp.zeros((rows, 2), jnp.uint32),
         position=each(1, jnp.int32), counts=jnp.zeros((rows, vocab), jnp.int32),
+        slot=jnp.arange(rows), drafted=jnp.full((rows, 1), -1, jnp.int32),
         bias_ids=jnp.full((rows, 1), -1, jnp.int32), bias_values=jnp.zeros((rows, 1)), n_logprobs=each(-1, jnp.int32),
     )  # fmt: skip
 
