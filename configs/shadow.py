@@ -118,12 +118,12 @@ class TrainingConfig:
     teacher: float = 0.5
     """Weight of the trunk's own probabilities (its likeliest tokens) in the loss; the rest is for the chosen token."""
     epochs: float = 6.0
-    batch: int = 2048
+    batch: int = 1024
     """Positions of an optimiser step."""
     learning_rate: float = 2e-3
     warmup: float = 0.04
     """Share of the steps in which the learning rate rises; then it falls to 0 along a cosine."""
-    weight_decay: float = 0.02
+    weight_decay: float = 0.05
     clip: float = 1.0
     """Largest norm of a gradient."""
     average: float = 0.999

@@ -98,13 +98,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, PromptFileError, OSError) as error:
         options.error(str(error))
-    prepare(args.threads, args.mesh, args.kernels)
+    asked = _fingerprint(args, config, prompts)
+    # Only answering needs native kernels, and those would leave XLA, which trains, a single thread.
+    prepare(args.threads, args.mesh, "xla" if answers_ready(args.out, asked) else args.kernels)
     from umbra.model.shadow import ShadowError
     from umbra.model.training.store import StoreError
 
     console = Console(stderr=True)
     try:
-        return run(args, config, prompts, console, list(sys.argv[1:] if argv is None else argv))
+        return run(args, config, prompts, asked, console, list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print("train_shadow.py: interrupted; run it again with --resume to go on", file=sys.stderr)
         return 1
@@ -118,26 +120,23 @@ def _load(paths: Sequence[Path]) -> list[Prompt]:
 
 
 def run(
-    args: argparse.Namespace,
-    config: TrainingConfig,
-    prompts: Prompts,
-    console: Console,
-    argv: list[str],
+    args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, asked: str, console: Console, argv: list[str]
 ) -> int:
     from umbra.model.training.answers import load_index
 
-    about = {"asked": _fingerprint(args, config, prompts)}
-    found = load_index(args.out)
-    if found is None or found[2]["asked"] != about["asked"]:
+    if not answers_ready(args.out, asked):
         with Stages(console) as stages:
-            answer(args, config, prompts, about, console, stages)
-        if restart_for_training(args, argv):
-            return 0  # not reached: the process is another one now
-        found = load_index(args.out)
-        assert found is not None
+            answer(args, config, prompts, asked, console, stages)
+        restart_for_training(args, argv)
     with Stages(console) as stages:
-        learn(args, config, *found, stages)
+        learn(args, config, *load_index(args.out), stages)
     return 0
+
+
+def answers_ready(out: Path, asked: str) -> bool:
+    """Whether all answers of a run with this fingerprint are in the folder."""
+    path = out / "index.json"
+    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["about"]["asked"] == asked
 
 
 def _fingerprint(args: argparse.Namespace, config: TrainingConfig, prompts: Prompts) -> str:
@@ -150,7 +149,7 @@ def _fingerprint(args: argparse.Namespace, config: TrainingConfig, prompts: Prom
 
 
 def answer(
-    args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, about: dict[str, Any],
+    args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, asked: str,
     console: Console, stages: Stages,
 ) -> None:  # fmt: skip
     """Let the trunk answer, and write down what training needs of it."""
@@ -160,8 +159,8 @@ def answer(
     with StartupProgress(console) as starting:
         model, engine = open_engine(
             args.model, args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding, progress=starting,
-            warm=False, draft="off", kv=args.kv, slots=args.streams, max_queue=args.streams, features=True, decode_steps=1,
-            context_length=CONTEXT,
+            warm=False, draft="off", kv=args.kv, slots=args.streams, max_queue=args.streams, features=True,
+            decode_steps=1, context_length=CONTEXT,
         )  # fmt: skip
     try:
         identity = {"weights": model.weights_id, "numerics": engine.numerics_class}
@@ -174,7 +173,7 @@ def answer(
     finally:
         engine.close()
     trunk = dataclasses.asdict(model.config)
-    save_index(args.out, answered, tests, {**about, "trunk": trunk, "weights_id": model.weights_id})
+    save_index(args.out, answered, tests, {"asked": asked, "trunk": trunk, "weights_id": model.weights_id})
 
 
 def trunk_arrays(model: Any) -> TrunkArrays:
@@ -190,13 +189,12 @@ def trunk_arrays(model: Any) -> TrunkArrays:
     return TrunkArrays(embedding, np.asarray(model.params["final_norm"], np.float32), output)
 
 
-def restart_for_training(args: argparse.Namespace, argv: list[str]) -> bool:
+def restart_for_training(args: argparse.Namespace, argv: list[str]) -> None:
     """Native kernels leave XLA one thread, which would make training slow, and that is fixed once JAX has started. So
-    the process becomes a new one that finds the answers ready. False where it need not."""
-    threads = args.threads or cores()
-    if os.environ.get("NPROC") != "1" or threads == 1:
-        return False
-    environment = {**os.environ, "NPROC": str(threads)}
+    the process becomes a new one, which finds the answers ready. Where XLA has its threads, nothing happens."""
+    if os.environ.get("NPROC") != "1" or (args.threads or cores()) == 1:
+        return
+    environment = {name: value for name, value in os.environ.items() if name != "NPROC"}
     again = [sys.executable, "-m", "umbra.scripts.train_shadow", *argv, *([] if args.resume else ["--resume"])]
     sys.stdout.flush()
     os.execve(sys.executable, again, environment)

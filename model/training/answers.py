@@ -194,12 +194,9 @@ def save_index(folder: Path, answered: Sequence[Answered], tests: Sequence[Answe
     write_text(folder / "index.json", json.dumps({"about": dict(about), **entries}))
 
 
-def load_index(folder: Path) -> tuple[list[Answered], list[Answered], dict[str, Any]] | None:
-    """What `save_index` wrote, with the answers themselves; None if the answers are not complete."""
-    path = folder / "index.json"
-    if not path.exists():
-        return None
-    index = json.loads(path.read_text(encoding="utf-8"))
+def load_index(folder: Path) -> tuple[list[Answered], list[Answered], dict[str, Any]]:
+    """What `save_index` wrote, with the answers themselves."""
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     entries = [tuple(entry) for name in ("answered", "tests") for entry in index[name]]
     rows = {store: read_rows(folder / store) for store in sorted({entry[0] for entry in entries})}
     found = [Answered(*entry, row=rows[entry[0]][entry[1]]) for entry in entries]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +31,7 @@ def compare(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
         own = [row for row in quiet if row["system"] == system]
         categories = {c: figures(some, kept) for c, some in _by_category(own).items()}
         content["systems"][system] = {"all": figures(own, kept), "categories": categories}
-        means = [entry["tokens_per_pass"] for entry in categories.values()]
+        means = [value for entry in categories.values() if (value := entry["tokens_per_pass"]) is not None]
         content["systems"][system]["mean_of_categories"] = statistics.mean(means) if means else None
     ours = {_key(row): row for row in quiet if row["system"] == "umbra"}
     for system in dict.fromkeys(row["system"] for row in quiet if row["system"] != "umbra"):
@@ -54,10 +54,10 @@ def compare(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     return content
 
 
-def figures(rows: Sequence[Row], kept: Iterable[tuple[int, str]]) -> Figures:
+def figures(rows: Sequence[Row], kept: Set[tuple[int, str]]) -> Figures:
     """Of some rows: tokens per pass and tokens/s of all tokens together (`tok_s` is the median of a row); the same of
     answers up to their end; and of the rows in `kept`, which are those that do not repeat themselves."""
-    some = [row for row in rows if _key(row) in set(kept)]
+    some = [row for row in rows if _key(row) in kept]
     return {
         "rows": len(rows),
         "tokens_per_pass": _pooled(rows, "tokens", "passes"),

@@ -3,12 +3,17 @@ from __future__ import annotations
 import functools
 import io
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from rich.console import Console
 
+from umbra.model.chat_template import ChatTemplate
+from umbra.model.tokenizer import Tokenizer
+from umbra.model.vocabulary import byte_of_char
 from umbra.scripts.chat import Chat, ChatError, Piece, Speed, main
+from umbra.serving.engine import Emission, Usage
 
 
 class Backend:
@@ -152,6 +157,55 @@ def test_speed_leaves_the_first_piece_out(monkeypatch):
     for piece in (Piece("a", 4), Piece("b", 1), Piece("c", 1, "stop_token", 6)):
         speed.add(piece)
     assert str(speed) == "6 tokens, 1.0 tokens/s, first after 1000 ms"
+
+
+def in_process(monkeypatch, *argv):
+    """The exit code of one question to a scripted model in this process, and what its engine got."""
+    tokens = [*byte_of_char()]
+    metadata = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": [1] * 256, "merges": []}
+    tokenizer = Tokenizer.from_gguf({f"tokenizer.ggml.{name}": value for name, value in metadata.items()})
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}|{% endfor %}")
+    asked = []
+
+    def stream(prompt, params):
+        asked.append((tokenizer.decode(prompt), params))
+        if params.thinking is not None:
+            yield Emission("", (1,), thought="Hm.")
+        usage = Usage(len(prompt), 3, thought_tokens=2 if params.thinking else 0)
+        yield Emission("5", (2,))
+        yield Emission("!", (3,), finish_reason="stop_token", usage=usage)
+
+    engine = SimpleNamespace(context_length=500, stream=stream, close=lambda: None)
+    model = SimpleNamespace(name="fake", tokenizer=tokenizer, chat_template=template)
+    monkeypatch.setattr("umbra.scripts.chat.open_engine", lambda *args, **options: (model, engine))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    return main(list(argv)), asked
+
+
+@pytest.mark.parametrize(
+    ("argv", "level", "budget"),
+    [([], "medium", None), (["--level", "low"], "low", None), (["--think", "50"], "medium", 50),
+     (["--think", "high", "--level", "minimal"], "minimal", 138)],
+)  # fmt: skip
+def test_a_model_in_this_process(monkeypatch, capsys, argv, level, budget):
+    code, ((prompt, params),) = in_process(monkeypatch, *argv)
+    out, err = capsys.readouterr()
+    assert code == 0 and out == "5!\n"
+    assert params.level == level and (params.thinking and params.thinking.budget) == budget
+    if budget:
+        assert prompt.startswith("Hi\n\nThink step by step") and prompt.endswith("|<think>\n")
+        assert "Hm.\n\n3 tokens (2 of thought)" in err
+    else:
+        assert prompt == "Hi|" and "3 tokens, " in err and "thought" not in err
+
+
+def test_a_model_that_was_not_calibrated_cannot_be_lossy(monkeypatch, capsys):
+    def refuse(model):
+        raise ValueError("relaxed acceptance was not calibrated for fake; supported: exact levels")
+
+    monkeypatch.setattr("umbra.serving.effort.lossy_policies", refuse)
+    code, asked = in_process(monkeypatch, "--lossy")
+    assert code == 1 and not asked and "supported: exact levels" in capsys.readouterr().err
 
 
 def served(monkeypatch, models, *lines, argv=(), bodies=None):

@@ -102,7 +102,6 @@ def test_some_answers_are_sampled(tmp_path):
 
 def test_the_index_brings_the_answers_back(tmp_path):
     answered, tests = run(tmp_path, FakeTrunk(1), sources=Sources((), [Prompt("t", "test", ("what is measured on",))]))
-    assert load_index(tmp_path) is None
     save_index(tmp_path, answered, tests, {"trunk": "x"})
     found, found_tests, about = load_index(tmp_path)
     assert (ids(found), ids(found_tests), about) == (ids(answered), ids(tests), {"trunk": "x"})
