@@ -15,12 +15,12 @@ NULL_BLOCK = 0
 
 
 MAX_DRAFT = 15
-"""Drafted tokens of one sequence in a pass, at most (letter J). With the token before them they fill a query group's
-half (kernels/attention), and wider passes have not paid on any target measured."""
+"""Drafted tokens of one sequence in a pass, at most (letter J): with the token before them half a query group
+(kernels/attention). Wider passes have not paid on any machine measured."""
 
 PASS_ROWS = 256
-"""Rows of a pass on an accelerator, at most by default: its matrix units need about as long for them as the weights take
-to arrive (240 rows of bfloat16 on a v5e, 560 on a v6e), and kernels/linear/tpu.py multiplies as many at once."""
+"""Rows of a pass on an accelerator, at most by default: its matrix units need about as long for them as the weights
+take to arrive (240 rows of bfloat16 on a v5e, 560 on a v6e), and kernels/linear/tpu.py multiplies as many at once."""
 
 MAX_TOP_LOGPROBS = 20
 """Most likely tokens that are reported beside the chosen one."""

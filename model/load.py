@@ -78,8 +78,9 @@ def load_model(
     `quant` is "auto", "none", "int8" or "int4" (weights/plan.py says what they are), `embedding` the form of the table
     of tokens (configs/embedding.py) and `kernels` what will run the model: its backend of linear layers decides how
     quantised weights lie in memory. `shadow` is "auto" (the one that ships with the package for these weights, if there
-    is one), "off", or a file that scripts/train_shadow.py wrote for these weights. Parameters are sharded over `mesh` or on the default device. `progress` is called
-    with what is done and how much of how much. Raises `ModelError`.
+    is one), "off", or a file that scripts/train_shadow.py wrote for these weights. Parameters are
+    sharded over `mesh` or on the default device. `progress` is called with what is done and how much of how much.
+    Raises `ModelError`.
     """
     source = RandomSource(named(spec), seed) if spec in RANDOM else open_source(spec, progress)
     text = Text() if isinstance(source, RandomSource) else load_text(source)

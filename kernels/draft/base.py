@@ -38,7 +38,9 @@ from typing import NamedTuple
 
 from jax import Array
 
-MAX_DRAFTS = 15
+from ...configs.engine import MAX_DRAFT
+
+MAX_DRAFTS = MAX_DRAFT
 """J: most drafts of a slot; with the token before them a pass over 16 rows."""
 SHADOW_PLACES = 8
 """Places of a chain that the shadow drafts; the lookup goes on behind them."""

@@ -19,9 +19,8 @@ from ...configs.machine import cores
 from ...configs.trunk import TrunkConfig
 from ...kernels.attention import KVPool
 from ...kernels.backend import Kernels
-from . import compile_cache
 from ...kernels.draft import DraftWeights, laid_out
-from . import profile
+from . import compile_cache, profile
 from .drafting import Drafter
 from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_rows, step_sizes
 from .state import Kept, SlotState, StepInput, StepResult, empty_rows, input_shapes

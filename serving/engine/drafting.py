@@ -14,6 +14,7 @@ from ...kernels.draft import DraftInput, Drafts, DraftWeights, draft
 from .request import FORCED
 from .state import SlotState
 
+
 class Drafter(NamedTuple):
     """What drafting reads: arrays, the same in every step."""
 
@@ -22,9 +23,7 @@ class Drafter(NamedTuple):
     length: jax.Array  # int32 []: draft exactly this many tokens; 0: as many as pay
 
 
-def draft_next(
-    drafter: Drafter, backend: Backend, state: SlotState, hidden: jax.Array, grown: jax.Array
-) -> SlotState:
+def draft_next(drafter: Drafter, backend: Backend, state: SlotState, hidden: jax.Array, grown: jax.Array) -> SlotState:
     """The slots that have `grown` (bool [B]) with drafts for their next pass. `hidden` `[B, D]` are the trunk's hidden
     states that chose their last tokens."""
     drafts = grown & state.active & (state.sources > 0)

@@ -112,7 +112,14 @@ class Engine:
         self.context_length = config.context(model.config)
         if len(model.eos_ids) > MAX_STOP_IDS:
             raise ValueError(f"{model.name} has {len(model.eos_ids)} end ids; at most {MAX_STOP_IDS} are supported")
-        self.device = Device(model.config, config, self.mesh, model.params, model.kernels, model.shadow or lookup_only(model.config.d_model))
+        self.device = Device(
+            model.config,
+            config,
+            self.mesh,
+            model.params,
+            model.kernels,
+            model.shadow or lookup_only(model.config.d_model),
+        )
         self.numerics_class = numerics_class(self.mesh, self.device.kernels, model.quant, self.device.kv)
         self.system_fingerprint = system_fingerprint(model.weights_id, self.numerics_class)
         # One namespace for now: there are no tenants yet, and a secret of this process keeps keys unguessable.
@@ -259,7 +266,9 @@ class Engine:
         wanted = {"auto": available, "off": 0, "lookup": LOOKUP, "shadow": SHADOW}[draft]
         if wanted & ~available:
             have = ["auto", "off", *(name for bit, name in SOURCES.items() if available & bit)]
-            raise ValueError(f"draft {draft!r} is not possible with {self.model.name} here; possible: {', '.join(have)}")
+            raise ValueError(
+                f"draft {draft!r} is not possible with {self.model.name} here; possible: {', '.join(have)}"
+            )
         return wanted
 
     def _root(self, layers: Layers) -> bytes:
@@ -407,7 +416,9 @@ class Engine:
     def _next_layers(self) -> Layers:
         """Sequences that run different layers take turns, a step each."""
         running = [seq for shard in self.shards for seq in shard.running]
-        asked = list(dict.fromkeys(seq.params.layers for seq in running if not (seq.phase is Phase.DECODE and seq.exhausted)))
+        asked = list(
+            dict.fromkeys(seq.params.layers for seq in running if not (seq.phase is Phase.DECODE and seq.exhausted))
+        )
         if self._last_layers in asked:
             asked = asked[asked.index(self._last_layers) + 1 :] + asked
         self._last_layers = asked[0] if asked else None

@@ -99,9 +99,7 @@ def lay_out(state: SlotState, inputs: StepInput, drafter: Drafter | None, rows: 
     )
 
 
-def _drafted(
-    state: SlotState, inputs: StepInput, drafter: Drafter | None, decodes: jax.Array, rows: int
-) -> jax.Array:
+def _drafted(state: SlotState, inputs: StepInput, drafter: Drafter | None, decodes: jax.Array, rows: int) -> jax.Array:
     """How many of its drafted tokens each slot takes into the pass, int32 [B]."""
     if drafter is None:
         return jnp.zeros_like(state.n_drafts)

@@ -65,7 +65,11 @@ def _fill(device: Device, shard: int, inputs: StepInput, state: SlotState, promp
     slots = max(-(-rows // (1 + MAX_DRAFT)), 1)
     for slot in range(first, first + slots):
         state.active[slot], state.position[slot], state.limit[slot] = True, POSITION, device.context - 1
-        inputs.decodes[slot], inputs.capacity[slot], inputs.tables[slot, 0] = True, BLOCK, 1 + slot % (device.blocks - 1)
+        inputs.decodes[slot], inputs.capacity[slot], inputs.tables[slot, 0] = (
+            True,
+            BLOCK,
+            1 + slot % (device.blocks - 1),
+        )
     drafts = rows - slots
     for slot in range(first, first + slots):
         n = min(drafts, MAX_DRAFT)

@@ -17,9 +17,9 @@ from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import TrunkConfig
 from ...kernels.attention import GROUP, KVFormat, KVPool
 from ...kernels.backend import Backend, Kernels
+from ...kernels.draft import DraftWeights, laid_out
 from ...model.params import partitions, split_obstacle, with_shardings
 from ...model.trunk import Execution
-from ...kernels.draft import DraftWeights, laid_out
 from . import step
 from .drafting import Drafter
 from .state import Keep, Kept, StepResult, input_shapes, state_shapes
@@ -37,9 +37,7 @@ def cost_entries(engine: EngineConfig, rows: int) -> int:
     return engine.prefill_chunk + rows + 2
 
 
-def drafter_shapes(
-    engine: EngineConfig, rows: int, shadow: DraftWeights | None, backend: Backend
-) -> Drafter | None:
+def drafter_shapes(engine: EngineConfig, rows: int, shadow: DraftWeights | None, backend: Backend) -> Drafter | None:
     """The abstract drafter of an engine, None where nothing is ever drafted."""
     if shadow is None or rows == engine.slots:
         return None

@@ -20,7 +20,6 @@ from ...kernels.attention import GROUP
 from .sequence import Phase, Sequence, blocks_for
 from .state import StepInput
 
-
 Layers = tuple[int, ...] | None
 """The layers that a step runs; None: all."""
 
