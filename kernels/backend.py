@@ -17,6 +17,7 @@ class Kernels(NamedTuple):
     attention: Backend = "xla"
     sample: Backend = "xla"
     draft: Backend = "xla"
+    passes: Backend = "xla"
 
 
 class Chosen(NamedTuple):
@@ -45,9 +46,9 @@ def choose(platform: str, asked: str = "auto") -> Chosen:
         raise ValueError(f"kernels {asked!r} do not run on the platform {platform}; supported here: auto, xla, {own}")
     if obstacle:
         raise ValueError(f"kernels {asked!r} cannot be used: {obstacle}; supported here: auto, xla")
-    sample: Backend = "cpu" if own == "cpu" else "xla"
+    small: Backend = "cpu" if own == "cpu" else "xla"
     how = "native kernels" if own == "cpu" else "Pallas kernels; sampling in plain JAX, which the compiler fuses"
-    return Chosen(Kernels(own, own, sample, own), how)
+    return Chosen(Kernels(own, own, small, own, small), how)
 
 
 def _obstacle(platform: str) -> str | None:

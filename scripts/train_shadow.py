@@ -226,8 +226,10 @@ def _told(args: argparse.Namespace) -> list[str]:
     """The options that differ from their defaults, with the names of files instead of their places."""
     told = []
     for name, value in vars(args).items():
-        if name in ("out", "resume") or value == parser().get_default(name) or value in (None, []):
+        if name in ("out", "resume") or str(value) == str(parser().get_default(name)):
             continue
+        if name == "mesh":
+            value = "data={},model={}".format(*value)
         values = [Path(v).name for v in value] if isinstance(value, list) else [str(value)]
         told += [f"--{name.replace('_', '-')}", *values]
     return told

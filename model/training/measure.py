@@ -68,6 +68,7 @@ def threshold_for(probability: np.ndarray, right: np.ndarray, precision: float) 
     """The lowest threshold above which at least this share of drafts is right; 1 if there is none."""
     order = np.argsort(-probability, kind="stable")
     share = np.cumsum(right[order]) / np.arange(1, len(order) + 1)
+    share[:-1][np.diff(probability[order]) == 0] = 0  # equal probabilities are above a threshold together
     enough = np.flatnonzero(share >= precision)
     return float(probability[order[enough[-1]]]) if len(enough) else 1.0
 

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -359,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if content["void"] or content.get("differences") else 0
 
 
-def measure(plan: Plan) -> dict[str, object]:
+def measure(plan: Plan) -> dict[str, Any]:
     """Run the benchmark with a status line on stderr."""
     console = Console(stderr=True)
     with console.status("starting") as status:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def _pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def bars(path: Path, title: str, groups: Sequence[str], figures: dict[str, Sequence[float | None]]) -> None:
+def bars(path: Path, title: str, groups: Sequence[str], figures: Mapping[str, Sequence[float | None]]) -> None:
     """One panel per figure, a bar per group; a value of None leaves a gap."""
     pyplot = _pyplot()
     drawing, panels = pyplot.subplots(1, len(figures), figsize=(3.4 * len(figures), 3.6), squeeze=False)
@@ -34,7 +34,7 @@ def bars(path: Path, title: str, groups: Sequence[str], figures: dict[str, Seque
     _finish(drawing, path, title)
 
 
-def lines(path: Path, title: str, across: str, panels: dict[str, Sequence[Line]]) -> None:
+def lines(path: Path, title: str, across: str, panels: Mapping[str, Sequence[Line]]) -> None:
     """One panel per name, with its lines; all have the same horizontal axis."""
     pyplot = _pyplot()
     drawing, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False)

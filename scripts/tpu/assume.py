@@ -119,9 +119,9 @@ class Load:
         known = {
             "step.py:_choose": (sampled, _SAMPLED if sampled else _GREEDY),
             "step.py:_relaxed": (False, "no slot takes other tokens than the exact ones"),
-            "step.py:_conclude": (False, "no slot thinks"),
-            "layout.py:_drafted": (some, "every slot has drafts" if some else "no slot has drafts yet"),
-            "layout.py:_drafted.<locals>.<lambda>": (False, "the gate says how many drafts are tried"),
+            "reference.py:_conclude": (False, "no slot thinks"),
+            "reference.py:_drafted": (some, "every slot has drafts" if some else "no slot has drafts yet"),
+            "reference.py:_drafted.<locals>.<lambda>": (False, "the gate says how many drafts are tried"),
             "drafting.py:draft_next": (drafts, "every slot drafts" if drafts else "no slot drafts"),
             "drafting.py:_with_conclusion": (False, "no slot thinks"),
             "reference.py:_slots": (True, "every slot may use the shadow"),

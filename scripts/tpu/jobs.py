@@ -92,7 +92,7 @@ class Target:
 def draft_weights(shadow: ShadowConfig, vocab_size: int) -> DraftWeights:
     """The abstract drafting form of a shadow (model/shadow.py: drafting)."""
 
-    def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def of(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     r, Z = shadow.rank, shadow.vocab

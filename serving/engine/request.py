@@ -52,7 +52,7 @@ class SamplingParams:
     logprobs: int | None = None  # None: no log-probabilities; k: the chosen token's and the k most likely
     digest: bool = False  # a CRC of every raw row of logits that chose a token
     draft: DraftSource = "auto"  # where drafted tokens come from; auto: wherever they can
-    relax: float = 0.0  # a drafted token stands if its logit is at most this far below the best; 0: exact
+    relax: float = 0.0  # greedy: a drafted token stands if its logit is at most this far below the best; 0: exact
     layers: tuple[int, ...] | None = None  # the layers that run, ascending; None: all
     thinking: Thinking | None = None
     level: str | None = None  # the level that chose the four above, to be reported

@@ -14,15 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...configs.engine import MAX_DRAFT
 from ...configs.trunk import TrunkConfig
+from ...kernels import numerics
 from ...kernels.attention import KVPool
-from ...kernels.sample import Choice, accept, choose_rows
+from ...kernels.passes import Layout, Pace, Sent, Slots, advance, lay_out
+from ...kernels.sample import Choice, choose_rows
 from ...model.trunk import Execution, Trunk
 from .drafting import Drafter, draft_next
-from .layout import Layout, lay_out
 from .state import Keep, Kept, SlotState, StepInput, StepResult
-from .thoughts import MAX_CLOSE_TOKENS
 
 Params = Mapping[str, Any]
 Output = tuple[KVPool, SlotState, StepResult, Kept]
@@ -44,15 +43,18 @@ def run_pass(
     """One trunk pass, with at most `rows` rows that choose. `layers` int32 `[L + 1]`: how many layers run, then their
     indices, in order. `hot` holds copies of some of the pool's blocks."""
     trunk = Trunk(config, fixed.params)
-    place = lay_out(state, inputs, fixed.drafter, rows, run.tile)
+    backend, drafter = run.kernels.passes, fixed.drafter
+    pace = None if drafter is None else Pace(drafter.cost, drafter.length)
+    place = lay_out(Slots.of(state), Sent.of(inputs), pace, rows, run.tile, backend=backend)
     x, pool = trunk(place.ids, place.queries, pool, layers[1:], layers[0], run, hot)
 
     hidden = x[place.source]
     choice, logits = _choose(trunk, run, keep.logits, hidden, state, place)
-    state, grown = _advance(state, place, choice)
-    if fixed.drafter is not None:
+    advanced, grown = advance(Slots.of(state), place, choice.token, backend=backend)
+    state = state._replace(**advanced._asdict())
+    if drafter is not None:
         last = hidden[jnp.minimum(place.first + grown.count - 1, rows - 1)]
-        state = draft_next(fixed.drafter, run.kernels.draft, state, last, grown.count > 0)
+        state = draft_next(drafter, run.kernels.draft, state, last, grown.count > 0)
     result = StepResult(
         tokens=grown.tokens[None],
         sources=grown.sources[None],
@@ -81,7 +83,8 @@ def _choose(
         logits = trunk.logits(x, place.n_rows, run)[:rows]
         how = state.rows(place.slots, place.chosen_at, place.before)
         choice = choose_rows(logits, how, choosing, backend=run.kernels.sample)
-        return _relaxed(choice, logits, state.relax[place.slots], place.draft), logits
+        greedy = ~(how.temperature >= numerics.MIN_NORMAL)
+        return _relaxed(choice, logits, jnp.where(greedy, state.relax[place.slots], 0.0), place.draft), logits
 
     if keep_logits:
         return from_logits()
@@ -105,104 +108,6 @@ def _relaxed(choice: Choice, logits: jax.Array, margin: jax.Array, draft: jax.Ar
         return choice._replace(token=jnp.where((margin > 0) & (draft >= 0) & enough, draft, choice.token))
 
     return lax.cond(jnp.any(margin > 0), relaxed, lambda: choice)
-
-
-class _Grown(NamedTuple):
-    """What the slots' answers grew by: the first `count` `[B]` of `tokens` `[B, W]`."""
-
-    tokens: jax.Array  # int32 [B, W], -1 after them
-    sources: jax.Array  # int32 [B, W]
-    rows: jax.Array  # int32 [B, W]: the row that chose each
-    count: jax.Array  # int32 [B]
-
-
-def _advance(state: SlotState, place: Layout, choice: Choice) -> tuple[SlotState, _Grown]:
-    """The slots after their choices, and what they grew by. A slot ends at a stop id or at its limit."""
-    places = jnp.arange(1 + MAX_DRAFT)
-    rows = jnp.minimum(place.first[:, None] + places, len(place.source) - 1)  # [B, W]
-    at = place.begin[:, None] + places
-    state, tokens, n_accepted, closed = _conclude(state, place, choice.token[rows], at)
-
-    stops = (state.stop_ids[:, None] == tokens[..., None]).any(-1) & ~state.thinking[:, None]
-    ends = stops | (at >= state.limit[:, None])
-    chose = place.n_chosen > 0
-    count = jnp.where(chose, jnp.minimum(n_accepted, _first(ends | closed)) + 1, 0)
-    new = places < count[:, None]
-    last = jnp.maximum(count - 1, 0)
-    ended = jnp.take_along_axis(ends, last[:, None], 1)[:, 0]
-    done = jnp.take_along_axis(closed, last[:, None], 1)[:, 0]
-    token = jnp.take_along_axis(tokens, last[:, None], 1)[:, 0]
-    drafted = jnp.pad(state.draft_sources, ((0, 0), (0, 1)))
-    grown = _Grown(
-        tokens=jnp.where(new, tokens, -1),
-        sources=jnp.where(new & (places < n_accepted[:, None]), drafted, 0),
-        rows=rows,
-        count=count,
-    )
-    slots = jnp.broadcast_to(jnp.arange(len(count))[:, None], new.shape)
-    positions = jnp.where(new, at, state.history.shape[1])  # out of bounds: dropped
-    return state._replace(
-        token=jnp.where(chose, token, state.token),
-        position=jnp.where(chose, place.begin + last, state.position),
-        active=jnp.where(chose, ~ended, state.active),
-        counts=state.counts.at[slots, jnp.maximum(tokens, 0)].add(jnp.where(new, 2, 0)),
-        history=state.history.at[slots, positions].set(tokens, mode="drop"),
-        n_drafts=jnp.where(chose, 0, state.n_drafts),
-        thinking=state.thinking & ~(chose & done),
-    ), grown
-
-
-def _conclude(
-    state: SlotState, place: Layout, tokens: jax.Array, at: jax.Array
-) -> tuple[SlotState, jax.Array, jax.Array, jax.Array]:
-    """Ends thoughts: the slots, the tokens `[B, W]` chosen at positions `at` with those of a conclusion in their
-    places, how many drafts stand `[B]`, and after which tokens thoughts are over `[B, W]`.
-
-    At its end id a model that thinks goes over to the conclusion, as it does at the budget.
-    """
-
-    def accepted(tokens: jax.Array) -> jax.Array:
-        return accept(state.drafts, place.n_drafts, tokens)
-
-    def thinking() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        written = _written(state, tokens, at)
-        stops = (state.stop_ids[:, None] == written[..., None]).any(-1) & state.thinking[:, None]
-        first = _first(stops)
-        real = (first <= accepted(written)) & (place.n_chosen > 0)
-        conclude_at = jnp.where(real, jnp.minimum(state.conclude_at, place.begin + first), state.conclude_at)
-        written = _written(state._replace(conclude_at=conclude_at), tokens, at)
-        return conclude_at, written, accepted(written), _closed(state, written, at)
-
-    def plain() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        return state.conclude_at, tokens, accepted(tokens), jnp.zeros(tokens.shape, bool)
-
-    conclude_at, tokens, n, closed = lax.cond(jnp.any(state.thinking), thinking, plain)
-    return state._replace(conclude_at=conclude_at), tokens, n, closed
-
-
-def _written(state: SlotState, tokens: jax.Array, at: jax.Array) -> jax.Array:
-    """`tokens` `[B, W]` at positions `at`, with the conclusion in the place of those it covers."""
-    index = at - state.conclude_at[:, None]
-    concluded = jnp.take_along_axis(state.conclude, jnp.clip(index, 0, state.conclude.shape[1] - 1), 1)
-    inside = state.thinking[:, None] & (index >= 0) & (index < state.conclude.shape[1]) & (concluded >= 0)
-    return jnp.where(inside, concluded, tokens)
-
-
-def _closed(state: SlotState, tokens: jax.Array, at: jax.Array) -> jax.Array:
-    """Whether a sequence that ends thoughts is the end of the generated ids with each of `tokens`; bool [B, W]."""
-    n = MAX_CLOSE_TOKENS - 1
-    before = at[:, :1] - n + jnp.arange(n)
-    known = jnp.take_along_axis(state.history, jnp.clip(before, 0, state.history.shape[1] - 1), 1)
-    text = jnp.concatenate([jnp.where(before >= state.begin[:, None], known, -2), tokens], axis=1)
-    ends = jnp.stack([text[:, w : w + n + 1] for w in range(tokens.shape[1])], axis=1)  # [B, W, n + 1]
-    close = state.close[:, None]  # [B, 1, C, n + 1]
-    same = ((close == ends[:, :, None]) | (close < 0)).all(-1) & (close[..., -1] >= 0)
-    return same.any(-1) & state.thinking[:, None]
-
-
-def _first(marks: jax.Array) -> jax.Array:
-    """Index of the first mark of each row `[B, W]`, W if there is none; int32 [B]."""
-    return jnp.where(marks.any(-1), marks.argmax(-1), marks.shape[-1]).astype(jnp.int32)
 
 
 def run_passes(

@@ -39,6 +39,12 @@ def test_any_first_part_of_the_default_set_is_varied():
     assert {prompt.category for prompt in load_prompts(DEFAULT, limit=8)} == CATEGORIES
 
 
+def test_the_edit_set_asks_for_its_own_code_again():
+    prompts = load_prompts(FOLDER / "edits_30.jsonl")
+    assert len(prompts) == 30
+    assert all("```" in prompt.turns[0] and "whole code again" in prompt.turns[0] for prompt in prompts)
+
+
 def test_the_copy_set_asks_for_its_own_text():
     prompts = load_prompts(FOLDER / "copy_10.jsonl")
     assert len(prompts) == 10

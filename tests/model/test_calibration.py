@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from umbra.model.calibration import bound, fixed_sequence, last_passed, p_value
@@ -40,6 +40,7 @@ def test_prompts_that_a_bound_needs() -> None:
     assert p_value(0.02, 247, 0.05) <= 0.05 < p_value(0.02, 120, 0.05)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.floats(0, 1), st.integers(1, 500), st.floats(0.01, 0.99))
 def test_p_values_are_probabilities_and_fall_with_the_target(loss: float, n: int, target: float) -> None:
     p = p_value(loss, n, target)
@@ -47,6 +48,7 @@ def test_p_values_are_probabilities_and_fall_with_the_target(loss: float, n: int
     assert p_value(loss, n, min(0.999, target + 0.01)) <= p + 1e-12
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.floats(0, 0.9), st.integers(5, 500))
 def test_the_bound_is_where_the_test_begins_to_pass(loss: float, n: int) -> None:
     b = bound(loss, n, 0.95)
