@@ -73,14 +73,15 @@ class Thinker:
         if thinking and self.kind == "generic":
             messages = self._instructed(messages)
         suffix = self._suffix_on if thinking else self._suffix_off
-        switches = {name: thinking for name in self._switches}
+        switches: dict[str, Any] = {name: thinking for name in self._switches}
         return self._template.encode(self._tokenizer, messages, tools=tools, suffix=suffix, **{**switches, **extra})
 
     def _opens(self, thinking: bool) -> bool:
         """Whether prompts end with the opening marker as the template writes them."""
         try:
             messages = [{"role": "user", "content": "a"}]
-            text = self._template.render(messages, **{name: thinking for name in self._switches})
+            switches: dict[str, Any] = {name: thinking for name in self._switches}
+            text = self._template.render(messages, **switches)
         except ChatTemplateError:
             return False
         return text.rstrip().endswith(self.open_text)

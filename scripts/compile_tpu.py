@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.print(_table(result))
     if result["roofline"]:
         out.print(_roofline(result))
+        out.print(_gains(result))
     return _verdict(result["programs"])
 
 
@@ -209,28 +210,20 @@ def _table(result: dict[str, Any]) -> Table:
 def _roofline(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"predicted for {result['model']} on {result['topology']}, context {result['settings']['context']}",
-        caption="tokens: of each sequence in a pass. Nothing ran: bytes of the compiled pass over the\n"
-        "chip's bandwidth, or operations over the peak of its matrix units if that takes\n"
-        "longer; nothing else costs time. Passes of one token draft nothing; those of more\n"
-        "draft too, and bring as many tokens a sequence as the last columns say (x: times\n"
-        "what passes of one token give).",
+        caption="tokens: of each sequence in a pass; passes of several also draft.\n"
+        "Nothing ran: bytes of the compiled pass over the chip's bandwidth,\n"
+        "or operations over the peak of its matrix units if that takes\n"
+        "longer. Nothing else costs time.",
         box=box.SIMPLE,
         padding=(0, 1, 0, 0),
     )
-    accepted = sorted({a["tokens_per_pass"] for row in result["roofline"] for a in row.get("accepted", ())})
-    headings = ("sequences", "tokens", "fits", "MB moved", "/ least", "drafting", "bound ms", "by")
-    for heading in (*headings, "tok/s a chip <=", *(f"{n:g} a pass" for n in accepted)):
+    for heading in ("sequences", "tokens", "fits", "MB moved", "/ least", "drafting", "bound ms", "by"):
         table.add_column(heading, justify="right", no_wrap=True)
-    plain: dict[int, float] = {}
     for row in result["roofline"]:
         head = (str(row["sequences"] * result["mesh"]["data"]), str(row["new_tokens"]))
         if not row["compiled"]:
             table.add_row(*head, "NO" if row["fits"] is False else "refused")
             continue
-        if row["kind"] == "decode":
-            plain[row["sequences"]] = row["predicted_tok_s_chip"]
-        by_tokens = {a["tokens_per_pass"]: a["tok_s_chip"] for a in row.get("accepted", ())}
-        base = plain.get(row["sequences"])
         table.add_row(
             *head,
             "yes" if row["fits"] else "NO",
@@ -239,12 +232,32 @@ def _roofline(result: dict[str, Any]) -> Table:
             f"{row['draft_bytes'] / row['bytes_accessed']:.1%}" if row["drafted"] else "",
             f"{row['bound_s'] * 1e3:,.3f}",
             row["bound_by"],
-            "" if by_tokens else f"{row['predicted_tok_s_chip']:,.0f}",
-            *(
-                f"{speed:,.0f}" + (f" ({speed / base:.2f}x)" if base else "")
-                for speed in (by_tokens[n] for n in accepted if n in by_tokens)
-            ),
         )
+    return table
+
+
+def _gains(result: dict[str, Any]) -> Table:
+    """What the passes of several tokens of the roofline bring, beside those of one."""
+    rows = [row for row in result["roofline"] if row["compiled"]]
+    accepted = sorted({a["tokens_per_pass"] for row in rows for a in row.get("accepted", ())})
+    table = Table(
+        title="times the speed without drafting, by tokens that a pass brings",
+        caption="Drafting included; 1: no draft is ever accepted.",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("sequences", "tok/s a chip <=", *(f"{n:g}" for n in accepted)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    # Without drafting a pass brings one token: the roofline's own figure.
+    plain = {row["sequences"]: row["predicted_tok_s_chip"] for row in rows if row["kind"] == "decode"}
+    for row in rows:
+        if row["kind"] == "verify" and (alone := plain.get(row["sequences"])):
+            speeds = [a["tok_s_chip"] for a in row["accepted"]]
+            table.add_row(
+                str(row["sequences"] * result["mesh"]["data"]),
+                f"{alone:,.0f}",
+                *(f"{speed / alone:.2f}x" for speed in speeds),
+            )
     return table
 
 

@@ -106,9 +106,9 @@ class Layout(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What the slots' answers grew by: the first `count` `[B]` of `tokens` `[B, W]`."""
+    """What the slots' answers grew by: the first `n_tokens` `[B]` of `tokens` `[B, W]`."""
 
     tokens: jax.Array  # int32 [B, W], -1 after them
     sources: jax.Array  # int32 [B, W]: who drafted them; 0: the trunk
     rows: jax.Array  # int32 [B, W]: the row that chose each
-    count: jax.Array  # int32 [B]
+    n_tokens: jax.Array  # int32 [B]

@@ -1,7 +1,6 @@
 """A pass's bookkeeping in native code (native/src/passes.cc): a custom call before the trunk and one behind it.
 
-XLA makes a hundred small programs of the same arithmetic, which take longer to compile than all the rest of a step, and
-a tenth of a millisecond to run.
+XLA makes about a hundred small programs of the same arithmetic, which take seconds to compile.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def advance(state: Slots, place: Layout, chosen: jax.Array) -> tuple[Advanced, G
         tokens=jnp.where(new, tokens, -1),
         sources=jnp.where(new & (places < n_accepted[:, None]), drafted, 0),
         rows=rows,
-        count=count,
+        n_tokens=count,
     )
     slots = jnp.broadcast_to(jnp.arange(len(count))[:, None], new.shape)
     positions = jnp.where(new, at, state.history.shape[1])  # out of bounds: dropped

@@ -197,8 +197,8 @@ def save_index(folder: Path, answered: Sequence[Answered], tests: Sequence[Answe
 def load_index(folder: Path) -> tuple[list[Answered], list[Answered], dict[str, Any]]:
     """What `save_index` wrote, with the answers themselves."""
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    entries = [tuple(entry) for name in ("answered", "tests") for entry in index[name]]
+    entries = [entry for name in ("answered", "tests") for entry in index[name]]
     rows = {store: read_rows(folder / store) for store in sorted({entry[0] for entry in entries})}
-    found = [Answered(*entry, row=rows[entry[0]][entry[1]]) for entry in entries]
+    found = [Answered(store, number, category, key, rows[store][number]) for store, number, category, key in entries]
     n = len(index["answered"])
     return found[:n], found[n:], index["about"]

@@ -121,7 +121,7 @@ def _outputs(shadow: Shadow, batch: Batch, table: jax.Array, sizes: tuple[int, .
     """The output vectors of each place for its examples, over the true tokens."""
     cell, epsilon = shadow.cell(), shadow.config.norm_eps
     read = (table[batch.tokens] * shadow["gain_embedding"]) @ shadow["project"] + cell.step[: len(sizes)]
-    hidden = batch.hidden.astype(jnp.float32)
+    hidden = jnp.asarray(batch.hidden, jnp.float32)
     z = rms(hidden, epsilon) @ cell.context
     state = jnp.broadcast_to(cell.start, z.shape)
     outputs = []

@@ -82,7 +82,7 @@ def live_drafts(proposals: Proposals, corpus: Corpus, chains: Chains) -> tuple[n
 
 
 def tokens_per_pass(
-    proposals: Proposals, corpus: Corpus, accepted: np.ndarray, answers: Sequence[int] | None = None
+    proposals: Proposals, corpus: Corpus, accepted: np.ndarray, answers: np.ndarray | None = None
 ) -> float:
     """Tokens over passes of all answers (or only `answers`), when the pass after each anchor accepts so many."""
     starts = live(proposals, corpus, accepted)

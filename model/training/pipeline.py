@@ -43,7 +43,7 @@ class TrunkArrays:
         if self.output is not self.embedding:
             arrays["output"] = self.output
         with replacing(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # names are not options
 
     @classmethod
     def load(cls, path: Path) -> TrunkArrays:

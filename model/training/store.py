@@ -65,7 +65,7 @@ class CompletionStore:
             return
         arrays = _arrays({index: self.rows[index] for index in self._pending})
         with replacing(self.folder / f"part-{self._next:05d}.npz") as temporary, temporary.open("wb") as file:
-            np.savez(file, crc=np.uint32(_crc(arrays)), **arrays)
+            np.savez(file, crc=np.uint32(_crc(arrays)), **arrays)  # type: ignore[arg-type]  # names are not options
         self._next += 1
         self._pending = []
 
@@ -89,7 +89,7 @@ def read_rows(folder: Path) -> dict[int, Row]:
 def _crc(arrays: Mapping[str, np.ndarray]) -> int:
     crc = 0
     for name in sorted(arrays):
-        crc = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8), zlib.crc32(name.encode(), crc))
+        crc = zlib.crc32(arrays[name].tobytes(), zlib.crc32(name.encode(), crc))
     return crc
 
 

@@ -117,6 +117,7 @@ class Traffic:
         left = Traffic(assumptions=dict(self.assumptions))
         left.add(self, 1)
         left.add(Traffic(part.bytes, part.flops, part.collective_bytes, part.kernels, part.operations), -1)
+        left.kernels = +left.kernels  # without those that only `part` runs
         left.by_operation = Counter({name: n - part.by_operation[name] for name, n in self.by_operation.items()})
         return left
 

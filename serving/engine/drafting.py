@@ -12,15 +12,15 @@ from ...configs.engine import MAX_DRAFT
 from ...kernels.backend import Backend
 from ...kernels.draft import DraftInput, Drafts, DraftWeights, draft
 from .request import FORCED
-from .state import SlotState
+from .state import Leaf, SlotState
 
 
 class Drafter(NamedTuple):
     """What drafting reads: arrays, the same in every step."""
 
     weights: DraftWeights
-    cost: jax.Array  # float32 [.]: time of a pass by its number of tokens
-    length: jax.Array  # int32 []: draft exactly this many tokens; 0: as many as pay
+    cost: Leaf  # float32 [.]: time of a pass by its number of tokens
+    length: Leaf  # int32 []: draft exactly this many tokens; 0: as many as pay
 
 
 def draft_next(drafter: Drafter, backend: Backend, state: SlotState, hidden: jax.Array, grown: jax.Array) -> SlotState:

@@ -210,8 +210,8 @@ class Keep(NamedTuple):
 class Kept(NamedTuple):
     """What the last pass chose from, in its `R` rows (`StepResult.first`); without columns what is not kept."""
 
-    logits: jax.Array  # float32 [R, V]
-    hidden: jax.Array  # float32 [R, D]: hidden states before the final norm
+    logits: Leaf  # float32 [R, V]
+    hidden: Leaf  # float32 [R, D]: hidden states before the final norm
 
     @staticmethod
     def empty(keep: Keep, rows: int, vocab_size: int, d_model: int) -> Kept:

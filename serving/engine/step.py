@@ -20,7 +20,7 @@ from ...kernels.attention import KVPool
 from ...kernels.passes import Layout, Pace, Sent, Slots, advance, lay_out
 from ...kernels.sample import Choice, choose_rows
 from ...model.trunk import Execution, Trunk
-from .drafting import Drafter, draft_next
+from .drafting import draft_next
 from .state import Keep, Kept, SlotState, StepInput, StepResult
 
 Params = Mapping[str, Any]
@@ -32,8 +32,8 @@ class Fixed(NamedTuple):
     """Arrays that a step reads and never changes."""
 
     params: Params
-    drafter: Drafter | None
-    """None: nothing is ever drafted."""
+    drafter: Any
+    """A `Drafter`; None: nothing is ever drafted."""
 
 
 def run_pass(
@@ -53,8 +53,8 @@ def run_pass(
     advanced, grown = advance(Slots.of(state), place, choice.token, backend=backend)
     state = state._replace(**advanced._asdict())
     if drafter is not None:
-        last = hidden[jnp.minimum(place.first + grown.count - 1, rows - 1)]
-        state = draft_next(drafter, run.kernels.draft, state, last, grown.count > 0)
+        last = hidden[jnp.minimum(place.first + grown.n_tokens - 1, rows - 1)]
+        state = draft_next(drafter, run.kernels.draft, state, last, grown.n_tokens > 0)
     result = StepResult(
         tokens=grown.tokens[None],
         sources=grown.sources[None],

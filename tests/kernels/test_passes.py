@@ -201,7 +201,7 @@ def check_slot(case: Case, b: int, place: Layout, after: Advanced, grown: Grown)
         if not active or closed or w == place.n_drafts[b] or token != old.drafts[w]:
             break
     n = len(tokens)
-    assert grown.count[b] == n and grown.tokens[b].tolist() == tokens + [-1] * (J + 1 - n)
+    assert grown.n_tokens[b] == n and grown.tokens[b].tolist() == tokens + [-1] * (J + 1 - n)
     assert (grown.sources[b, : max(n - 1, 0)] == old.draft_sources[: max(n - 1, 0)]).all()
     assert after.token[b] == (tokens[-1] if tokens else old.token)
     assert (after.position[b], after.active[b], after.thinking[b]) == (position, active, thinking)

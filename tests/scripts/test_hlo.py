@@ -341,6 +341,18 @@ def test_operations_are_counted_by_kind() -> None:
     assert traffic.count(module).operations == {"fusion": 1, "copy": 1, "collective": 1, "kernel": 1}
 
 
+def test_what_a_branch_adds() -> None:
+    """The difference of two counts of one program: what is in both leaves nothing."""
+    module = parse(BRANCHES.format(branches="branch_computations={%cheap, %dear}"))
+    with_it, without = (
+        traffic.count(module, traffic.Assume(branch=lambda source, op_name, taken=taken: (taken, "asked for")))
+        for taken in (1, 0)
+    )
+    left = with_it.less(without)
+    assert (left.bytes, left.operations["fusion"], left.by_operation["negate"]) == (2 * 4096, 1, 2 * 4096)
+    assert with_it.less(with_it).bytes == 0 and not with_it.less(with_it).kernels
+
+
 def test_flops_of_a_batched_product_written_as_a_convolution() -> None:
     """Eight products of [16, 32] with [32, 64]: XLA lays the batch along a dilated spatial dimension."""
     module = parse("""
