@@ -24,6 +24,8 @@ class ServerConfig:
     """Whether the lower levels may use what was calibrated to change few tokens; else all levels are exact."""
     max_body: int = 8 * MIB
     """Largest request body; a longer one is refused with 413 while it is being read."""
+    max_stored: int = 128 * MIB
+    """Responses that can be continued, all together; the least recently used go first."""
     max_inflight: int = 1024
     """HTTP requests in progress, streams included; one more is refused with 429."""
     max_choices: int = 128
@@ -45,7 +47,7 @@ class ServerConfig:
         find_level(self.level)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port must be between 0 and 65535, got {self.port}")
-        for field in ("max_body", "max_inflight", "max_choices", "max_stop", "workers"):
+        for field in ("max_body", "max_stored", "max_inflight", "max_choices", "max_stop", "workers"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         for field in ("body_timeout", "heartbeat", "send_timeout", "shutdown_grace"):

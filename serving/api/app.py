@@ -16,11 +16,16 @@ from starlette.types import ASGIApp
 from ... import __version__
 from ..metrics import CONTENT_TYPE, exposition
 from .body import drain
-from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal, openai_body
+from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal
+from .gemini_routes import BODIES, add_gemini
 from .middleware import Gate, log_failure, request_info
 from .models import get_model, list_models
 from .openai_chat import chat_completions
 from .openai_completions import completions
+from .openai_responses import count_input_tokens, create_response
+from .protocols import error_body
+from .responses_body import ResponsesBody
+from .responses_routes import add_stored_responses
 from .schemas import ChatBody, CompletionBody
 from .service import Service
 
@@ -34,7 +39,7 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(
         title="Umbra",
         version=__version__,
-        description="Language-model serving. Bodies and errors are those of OpenAI's API.",
+        description="Language-model serving. Bodies and errors are those of OpenAI's and of Gemini's API.",
         redirect_slashes=False,
         redoc_url=None,
     )
@@ -42,7 +47,11 @@ def create_app(service: Service) -> ASGIApp:
     _add_models(app, service)
     _add_post(app, service, "/v1/chat/completions", chat_completions, ChatBody)
     _add_post(app, service, "/v1/completions", completions, CompletionBody)
-    _describe_bodies(app, (ChatBody, CompletionBody))
+    _add_post(app, service, "/v1/responses", create_response, ResponsesBody)
+    _add_post(app, service, "/v1/responses/input_tokens", count_input_tokens, ResponsesBody)
+    add_stored_responses(app, service)
+    add_gemini(app, service, _SCHEMAS)
+    _describe_bodies(app, (ChatBody, CompletionBody, ResponsesBody, *BODIES))
     app.add_exception_handler(ApiError, _on_api_error(service))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_unexpected)
@@ -119,7 +128,7 @@ def _describe_bodies(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> None:
 def _on_api_error(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        response = JSONResponse(openai_body(error), error.status, error.headers)
+        response = JSONResponse(error_body(request.scope, error), error.status, error.headers)
         return _Draining(response, service.config.max_body) if error.status == 413 else response
 
     return handle
@@ -142,7 +151,7 @@ class _Draining(Response):
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and wrong methods, in OpenAI's words."""
+    """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path[:200]
     if error.status_code == 404:
@@ -152,7 +161,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         api = ApiError(405, message, code="method_not_supported")
     else:
         api = ApiError(error.status_code, str(error.detail))
-    return JSONResponse(openai_body(api), api.status, dict(error.headers or {}))
+    return JSONResponse(error_body(request.scope, api), api.status, dict(error.headers or {}))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
@@ -161,4 +170,4 @@ async def _on_unexpected(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)
     info = request_info(request.scope)
     log_failure(info)
-    return JSONResponse(openai_body(internal(info.id)), 500)
+    return JSONResponse(error_body(request.scope, internal(info.id)), 500)

@@ -18,21 +18,25 @@ from urllib.parse import parse_qs
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal, openai_body
+from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal
+from .protocols import error_body
 from .service import Service
 
 log = logging.getLogger(__name__)
 
 _OPEN_PATHS = {"/healthz", "/readyz"}
+_SLASHES = re.compile("//+")
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 @dataclasses.dataclass
 class RequestInfo:
-    """One HTTP request, for its log line. `notes` are added by handlers: token counts and times."""
+    """One HTTP request, for its log line. `notes` are added by handlers: token counts and times. `tenant` is who owns
+    what the request stores: a digest of its key, the same for all where no keys are asked for."""
 
     id: str
     started: float
+    tenant: str = ""
     status: int = 0
     failure_logged: bool = False
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -50,9 +54,9 @@ def log_failure(info: RequestInfo) -> None:
         log.exception("%s failed", info.id)
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
     """Send `error` as a complete reply."""
-    body = to_json(openai_body(error))
+    body = to_json(error_body(scope, error))
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})
@@ -72,6 +76,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         info = RequestInfo(_request_id(scope["headers"]), time.perf_counter())
+        scope["path"] = _SLASHES.sub("/", scope["path"])  # some clients put one too many after the host
         scope["umbra.request"] = info
         service = self._service
         service.inflight += 1
@@ -96,8 +101,10 @@ class Gate:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, info: RequestInfo) -> None:
         try:
+            if self._keys:
+                info.tenant = _digest(_key_of(scope)).hex()
             if (refusal := self._refusal(scope)) is not None:
-                await send_error(send, refusal)
+                await send_error(scope, send, refusal)
             else:
                 await self._app(scope, receive, send)
         except ClientGone:
@@ -107,14 +114,14 @@ class Gate:
         except Exception:
             log_failure(info)
             if not info.status:
-                await send_error(send, internal(info.id))
+                await send_error(scope, send, internal(info.id))
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         service = self._service
         if scope["path"] in _OPEN_PATHS:
             return None
         if self._keys and not self._known_key(scope):
-            message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY'"
+            message = "Incorrect or missing API key; send it as 'Authorization: Bearer KEY' or 'x-goog-api-key: KEY'"
             return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         if scope["method"] == "POST" and service.inflight > service.config.max_inflight:
             service.engine_metrics.refused("inflight")

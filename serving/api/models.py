@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import model_not_found
+from .gemini import METHODS
+from .gemini_options import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, MAX_TEMPERATURE
 from .service import Loaded
 
 
@@ -23,7 +25,11 @@ def describe(loaded: Loaded) -> dict[str, Any]:
         "displayName": loaded.name,
         "inputTokenLimit": context - 1,
         "outputTokenLimit": context - 1,
-        "supportedGenerationMethods": [],  # of Gemini's protocol: each that is served belongs here
+        "supportedGenerationMethods": list(METHODS),
+        "temperature": DEFAULT_TEMPERATURE,
+        "maxTemperature": MAX_TEMPERATURE,
+        "topP": DEFAULT_TOP_P,
+        "topK": DEFAULT_TOP_K,
     }
 
 

@@ -1,16 +1,14 @@
-"""What the OpenAI endpoints share in answering: ids, usage, log-probabilities beside text, whole and streamed replies.
+"""What the OpenAI endpoints share in answering: ids, usage, whole and streamed replies.
 
 `openai_chat` and `openai_completions` say how a choice looks (`Shape`); `respond` does the rest.
 """
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import re
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
@@ -19,11 +17,12 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 
 from ..effort import Prepared
-from ..engine.request import Emission, TokenLogprob, Usage
-from ..engine.thoughts import Thinking, ThoughtEnd
+from ..engine.request import Emission, Usage
+from ..engine.thoughts import Thinking
 from .bridge import Reply
 from .errors import openai_body
 from .middleware import request_info
+from .reporting import effort_notes, outcome, timing_headers
 from .schemas import SamplingBody
 from .service import Loaded, Service, failure, gather
 from .stream import KEEP_ALIVE, EventStream, Watch, event
@@ -96,7 +95,7 @@ async def respond(request: Request, service: Service, call: Call) -> Response:
     try:
         prepared = await service.submit(reply, call.prepare, call.n, call.prompt_param)
         call.shape.thinking = prepared[0].params.thinking
-        effort = _effort(prepared[0])
+        effort = effort_notes(prepared[0])
         notes["prompt_tokens"] = prompt_tokens = sum(len(one.prompt) for one in prepared)
         notes.update(effort)
         headers = {
@@ -106,7 +105,7 @@ async def respond(request: Request, service: Service, call: Call) -> Response:
         }
         if not call.body.stream:
             emissions = await gather(reply, call.choices)
-            notes.update(_notes(emissions))
+            notes.update(outcome(emissions))
             return _whole(call, emissions, headers)
         handed_over = True
         return EventStream(
@@ -129,7 +128,7 @@ def _whole(call: Call, emissions: Sequence[Emission], headers: dict[str, str]) -
         "choices": [call.shape.whole(index, emission) for index, emission in enumerate(emissions)],
         "usage": usage(emissions, call.n),
     }
-    headers = {**headers, **_timing_headers(emissions[0])}
+    headers = {**headers, **timing_headers(emissions[0])}
     return Response(to_json(answer), media_type="application/json", headers=headers)
 
 
@@ -158,7 +157,7 @@ async def _chunks(call: Call, reply: Reply, heartbeat: float, notes: dict[str, A
         if error is not None:
             raise error
     emissions = [ended[index] for index in range(call.choices)]
-    notes.update(_notes(emissions))
+    notes.update(outcome(emissions))
     if call.include_usage:
         yield event({**head, "choices": [], "usage": usage(emissions, call.n)})
     yield b"data: [DONE]\n\n"
@@ -185,96 +184,7 @@ def usage(emissions: Sequence[Emission], n: int) -> dict[str, Any]:
     }
 
 
-def token_bytes(loaded: Loaded, token: int) -> bytes:
-    """Bytes of a token in running text; of a special token those of its name; none without a tokenizer."""
-    tokenizer = loaded.model.tokenizer
-    if tokenizer is None:
-        return b""
-    return tokenizer.token_bytes(token) or tokenizer.token_str(token).encode()
-
-
-def finite(logprob: float) -> float:
-    """JSON has no infinity: OpenAI's stand-in for an impossible token is -9999."""
-    return max(logprob, -9999.0)
-
-
-class TextAligner:
-    """Holds log-probabilities back until their token's text is sent, as text may lag behind tokens.
-
-    Tokens whose text is never sent (a stop string, the end of the turn) drop out, so that the tokens listed and the
-    text agree. `take` gives (log-probability, position of the token's first character in the answer) pairs. Thoughts,
-    and the white space after them, are not listed.
-    """
-
-    def __init__(self, running_bytes: Callable[[int], bytes] | None, thinking: Thinking | None = None) -> None:
-        self._bytes = running_bytes
-        self._thoughts = ThoughtEnd(thinking.close) if thinking is not None else None
-        self._skip_space = thinking is not None
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._start = 0  # characters before the next token
-        self._sent = 0
-        self._waiting: deque[tuple[TokenLogprob, int]] = deque()
-
-    def take(self, emission: Emission) -> list[tuple[TokenLogprob, int]]:
-        for item in emission.logprobs:
-            if self._thoughts is not None and not self._thoughts.ended:
-                self._thoughts.push(item.token_id)
-                continue
-            text = self._decoder.decode(self._bytes(item.token_id)) if self._bytes is not None else ""
-            if self._skip_space and text:
-                text = text.lstrip()
-                self._skip_space = not text
-                if not text:
-                    continue
-            self._waiting.append((item, self._start))
-            self._start += len(text)
-        self._sent += len(emission.text)
-        ready = []
-        while self._waiting and (self._bytes is None or self._waiting[0][1] < self._sent):
-            ready.append(self._waiting.popleft())
-        return ready
-
-
-def aligner(loaded: Loaded, thinking: Thinking | None = None) -> TextAligner:
-    tokenizer = loaded.model.tokenizer
-    return TextAligner(None if tokenizer is None else tokenizer.token_bytes, thinking)
-
-
-def _effort(prepared: Prepared) -> dict[str, str]:
-    """For headers and the log: the level, and how much is thought if the request said something about it."""
-    level, choice = prepared.params.level or "", prepared.choice
-    if choice is None or not (choice.asked or choice.assessment):
-        return {"level": level}
-    return {"level": level, "thinking": str(choice)}
-
-
 def _ignored_header(ignored: Sequence[str]) -> dict[str, str]:
     """Names of unknown keys, at most ten, reduced to characters that may stand in a header."""
     names = [re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:40] for name in ignored[:10]]
     return {"x-umbra-ignored": ",".join(names)} if names else {}
-
-
-def _timing_headers(emission: Emission) -> dict[str, str]:
-    """Times of the first choice, in milliseconds."""
-    times, used = emission.timings, emission.usage
-    if times is None or used is None:
-        return {}
-    return {
-        "x-umbra-queue-ms": f"{times.queued * 1000:.1f}",
-        "x-umbra-ttft-ms": f"{times.ttft * 1000:.1f}",
-        "x-umbra-total-ms": f"{times.total * 1000:.1f}",
-        "x-umbra-cached-tokens": str(used.cached_tokens),
-        "x-umbra-tokens-per-pass": f"{used.completion_tokens / max(times.passes, 1):.2f}",
-    }
-
-
-def _notes(emissions: Sequence[Emission]) -> dict[str, Any]:
-    """For the log line of the request."""
-    first = emissions[0].timings
-    notes: dict[str, Any] = {
-        "tokens": sum(one.usage.completion_tokens for one in emissions if one.usage is not None),
-        "finish": ",".join(sorted({one.finish_reason or "?" for one in emissions})),
-    }
-    if first is not None:
-        notes.update(queue_ms=round(first.queued * 1000, 1), ttft_ms=round(first.ttft * 1000, 1))
-    return notes

@@ -14,7 +14,8 @@ from ..engine.request import Emission, SamplingParams, TokenLogprob
 from ..engine.thoughts import Thinking
 from .body import json_type, read_json
 from .errors import bad_request, context_exceeded, unsupported
-from .openai import FINISH, Call, TextAligner, aligner, finite, respond, token_bytes
+from .logprobs import TextAligner, aligner, finite, token_bytes
+from .openai import FINISH, Call, respond
 from .openai_effort import effort_of
 from .openai_options import check_logprobs, check_options, sampling_params
 from .schemas import ChatBody, ChatMessage, parse

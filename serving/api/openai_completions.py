@@ -13,7 +13,8 @@ from ..engine.request import Emission, TokenLogprob
 from ..engine.thoughts import Thinking
 from .body import read_json
 from .errors import ApiError, bad_request, context_exceeded, unsupported
-from .openai import FINISH, Call, TextAligner, aligner, finite, respond, token_bytes
+from .logprobs import TextAligner, aligner, finite, token_bytes
+from .openai import FINISH, Call, respond
 from .openai_effort import level_of
 from .openai_options import check_ids, check_logprobs, check_options, choices_of, out_of_range, sampling_params
 from .schemas import CompletionBody, parse

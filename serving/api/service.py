@@ -25,6 +25,7 @@ from ..engine.request import Emission, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, merge
 from .errors import ApiError, ClientGone, context_exceeded, from_engine, unavailable
+from .responses_store import ResponseStore
 
 if TYPE_CHECKING:
     from ...model.load import Model
@@ -136,6 +137,7 @@ class Service:
         self.progress = "starting"
         self.stopping = False
         self.inflight = 0
+        self.responses = ResponseStore(self.config.max_stored)
         self._loaded: Loaded | None = None
         self._bridge: Bridge | None = None
         self._workers = ThreadPoolExecutor(self.config.workers, thread_name_prefix="api-worker")

@@ -1,0 +1,235 @@
+"""A response under construction: its output items, and the events that tell a stream's client of them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from ..engine.request import Emission, Usage
+from .errors import ApiError
+from .stream import event as data_event
+from .tool_calls import BadCall, CallParser, Piece, ToolCall, Tools
+
+Event = dict[str, Any]
+Listed = Callable[[Emission], list[dict[str, Any]]]
+"""Gives the log-probabilities of the tokens whose text has come with an emission."""
+
+_CUT = ("max_tokens", "context_length")
+
+
+class ResponseWriter:
+    """Turns emissions into items and events. How tokens are grouped into emissions changes no item.
+
+    `response` is the object as clients see it; it is complete after `end`. `thinks`: the answer begins with thoughts,
+    which become a reasoning item, whose summary they are if `summary`.
+    """
+
+    def __init__(
+        self, response: dict[str, Any], *, thinks: bool, summary: bool, tools: Tools | None, listed: Listed | None
+    ) -> None:
+        self.response = response
+        self._output: list[dict[str, Any]] = response["output"]
+        self._sequence = 0
+        self._summary = summary
+        self._listed = listed
+        self._names = tools.names if tools is not None else frozenset()
+        self._form = tools.form if tools is not None else None
+        self._calls = CallParser(tools.form) if tools is not None else None
+        self._thinks = thinks
+        self._open: str | None = None  # type of the last item while it may grow
+        self._thought = ""
+        self._text = ""
+        self._logprobs: list[dict[str, Any]] = []
+        self._waiting: list[dict[str, Any]] = []  # log-probabilities for the next text
+
+    def begin(self) -> list[Event]:
+        events = [self._event("response.created", response=self._snapshot())]
+        events.append(self._event("response.in_progress", response=self._snapshot()))
+        return events + (self._add(_reasoning()) if self._thinks else [])
+
+    def push(self, emission: Emission) -> list[Event]:
+        """The events of an emission; its finish reason is left to `end`."""
+        events = self._think(emission.thought) if emission.thought and self._open == "reasoning" else []
+        self._waiting += self._listed(emission) if self._listed is not None else []
+        pieces: list[Piece] = [emission.text] if emission.text else []
+        if self._calls is not None:
+            pieces = self._calls.push(emission.text)
+            if emission.finish_reason is not None:
+                pieces += self._calls.finish()
+        for piece in pieces:
+            events += self._piece(piece)
+        return events
+
+    def end(self, emission: Emission) -> list[Event]:
+        """The last events, for an answer that has finished."""
+        cut = emission.finish_reason in _CUT
+        events = []
+        if self._open is None and not self._output or (self._open == "reasoning" and not cut):
+            events += self._message()
+        events += self._close("incomplete" if cut else "completed")
+        self.response["status"] = "incomplete" if cut else "completed"
+        if cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["usage"] = usage(emission.usage or Usage(0, 0))
+        return [*events, self._event(f"response.{self.response['status']}", response=self._snapshot())]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """The last events, for an answer that has failed."""
+        code = error.code or "server_error"
+        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        return [
+            self._event("error", code=code, message=error.message, param=error.param),
+            self._event("response.failed", response=self._snapshot()),
+        ]
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {**self.response, "output": [*self._output]}
+
+    def _add(self, item: dict[str, Any]) -> list[Event]:
+        events = self._close("completed")
+        self._output.append(item)
+        self._open = item["type"]
+        return [*events, self._event("response.output_item.added", output_index=len(self._output) - 1, item={**item})]
+
+    def _place(self, **index: int) -> dict[str, Any]:
+        """Where in the response the open item, or its part, is."""
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, **index}
+
+    def _think(self, text: str) -> list[Event]:
+        if not self._summary:
+            return []
+        events = []
+        if not self._thought:
+            part = {"type": "summary_text", "text": ""}
+            place = self._place(summary_index=0)
+            events.append(self._event("response.reasoning_summary_part.added", **place, part=part))
+        self._thought += text
+        place = self._place(summary_index=0)
+        return [*events, self._event("response.reasoning_summary_text.delta", **place, delta=text)]
+
+    def _message(self) -> list[Event]:
+        events = self._add(_message())
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return [*events, self._event("response.content_part.added", **self._place(content_index=0), part=part)]
+
+    def _piece(self, piece: Piece) -> list[Event]:
+        if isinstance(piece, ToolCall) and piece.name in self._names:
+            self._waiting = []
+            return self._call(piece)
+        text = piece if isinstance(piece, str) else self._as_text(piece)
+        events = [] if self._open == "message" else self._message()
+        listed, self._waiting = self._waiting, []
+        self._text += text
+        self._logprobs += listed
+        place = self._place(content_index=0)
+        return [*events, self._event("response.output_text.delta", **place, delta=text, logprobs=listed)]
+
+    def _as_text(self, piece: ToolCall | BadCall) -> str:
+        """A call that cannot be handed over stays what the model wrote."""
+        assert self._form is not None
+        if isinstance(piece, BadCall):
+            return self._form.open + piece.text + (self._form.close if piece.ended else "")
+        body = to_json({"name": piece.name, "arguments": piece.arguments}).decode()
+        return self._form.open + body + self._form.close
+
+    def _call(self, call: ToolCall) -> list[Event]:
+        item = {
+            "type": "function_call",
+            "id": f"fc_{uuid.uuid4().hex}",
+            "call_id": f"call_{uuid.uuid4().hex}",
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        events = self._add(item)
+        arguments = to_json(call.arguments).decode()
+        place = self._place()
+        events.append(self._event("response.function_call_arguments.delta", **place, delta=arguments))
+        events.append(
+            self._event("response.function_call_arguments.done", **place, arguments=arguments, name=call.name)
+        )
+        item["arguments"] = arguments
+        return events + self._close("completed")
+
+    def _close(self, status: str) -> list[Event]:
+        """Finish the open item."""
+        if self._open is None:
+            return []
+        item, kind, self._open = self._output[-1], self._open, None
+        events: list[Event] = []
+        part: dict[str, Any]
+        if kind == "reasoning" and self._thought:
+            part = {"type": "summary_text", "text": self._thought}
+            place = self._place(summary_index=0)
+            events.append(self._event("response.reasoning_summary_text.done", **place, text=self._thought))
+            events.append(self._event("response.reasoning_summary_part.done", **place, part=part))
+            item["summary"] = [part]
+        elif kind == "message":
+            text, logprobs = self._text, self._logprobs + self._waiting
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+            place = self._place(content_index=0)
+            events.append(self._event("response.output_text.done", **place, text=text, logprobs=logprobs))
+            events.append(self._event("response.content_part.done", **place, part=part))
+            item |= {"content": [part], "status": status}
+            self._text, self._logprobs, self._waiting = "", [], []
+        elif kind == "function_call":
+            item["status"] = status
+        done = self._event("response.output_item.done", output_index=len(self._output) - 1, item={**item})
+        return [*events, done]
+
+
+def _reasoning() -> dict[str, Any]:
+    return {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}
+
+
+def _message() -> dict[str, Any]:
+    return {
+        "type": "message",
+        "id": f"msg_{uuid.uuid4().hex}",
+        "status": "in_progress",
+        "role": "assistant",
+        "content": [],
+    }
+
+
+def usage(used: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": used.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": used.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": used.thought_tokens},
+        "total_tokens": used.prompt_tokens + used.completion_tokens,
+    }
+
+
+def encode(event: Event) -> bytes:
+    """A named server-sent event."""
+    return b"event: " + event["type"].encode() + b"\n" + data_event(event)
+
+
+def answer_messages(output: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Output items as the messages with which a conversation goes on, and the functions that were called by id."""
+    texts, calls, names = [], [], {}
+    for item in output:
+        if item["type"] == "message":
+            texts += [part["text"] for part in item["content"]]
+        elif item["type"] == "function_call":
+            names[item["call_id"]] = item["name"]
+            calls.append(item)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if calls:
+        message["tool_calls"] = [_told(call) for call in calls]
+    return [message], names
+
+
+def _told(item: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": item["name"], "arguments": from_json(item["arguments"])}
+    return {"type": "function", "id": item["call_id"], "function": function}

@@ -1,0 +1,141 @@
+"""Tool calls in the text of an answer.
+
+A model that was trained on tools writes its calls as text, in the form that its chat template asks for. `tool_format`
+finds that form in the template; `CallParser` takes the calls out of the text as it arrives. Knows no protocol.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+_USES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolFormat:
+    """Calls are JSON objects `{"name": ..., "arguments": {...}}` between two markers."""
+
+    open: str
+    close: str
+
+
+HERMES = ToolFormat("<tool_call>", "</tool_call>")
+"""The form of Hermes, Qwen 2.5 and 3, and the models that follow them."""
+
+
+def tool_format(template: Any) -> ToolFormat | None:
+    """How a model with this chat template writes calls; None if the template has no tools, or an unknown form."""
+    source = getattr(template, "source", "")
+    if not _USES_TOOLS.search(source):
+        return None
+    found = HERMES.open in source and HERMES.close in source and "arguments" in source
+    return HERMES if found and "<function=" not in source else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """The functions that a model may call, as its template shows them: OpenAI's descriptions."""
+
+    form: ToolFormat
+    descriptions: list[dict[str, Any]]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(one["function"]["name"] for one in self.descriptions)
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class BadCall:
+    """What stood between the markers and is not a call."""
+
+    text: str
+    reason: str
+    ended: bool = True  # by the closing marker
+
+
+Piece = str | ToolCall | BadCall
+
+
+class CallParser:
+    """Splits text into answer text and calls.
+
+    How the text is cut into calls of `push` changes nothing: markers may be split anywhere, and several calls may come
+    at once. White space around calls is dropped. A call that is not complete at the end is a `BadCall`.
+    """
+
+    def __init__(self, form: ToolFormat) -> None:
+        self._form = form
+        self._held = ""  # inside a call: its text so far; outside: what may become a marker, or space before one
+        self._inside = False
+        self._after_call = False
+
+    def push(self, text: str) -> list[Piece]:
+        """What has become certain."""
+        out: list[Piece] = []
+        self._held += text
+        while (marker := self._form.close if self._inside else self._form.open) in self._held:
+            before, _, self._held = self._held.partition(marker)
+            if self._inside:
+                out.append(_call(before))
+                self._after_call = True
+            else:
+                self._text(out, before.rstrip())
+            self._inside = not self._inside
+        if not self._inside:
+            sure = self._certain(self._held, marker)
+            self._text(out, self._held[:sure])
+            self._held = self._held[sure:]
+        return out
+
+    def finish(self) -> list[Piece]:
+        """What was held back."""
+        held, self._held = self._held, ""
+        if self._inside:
+            return [_call(held, ended=False)]
+        out: list[Piece] = []
+        self._text(out, held)
+        return out
+
+    def _text(self, out: list[Piece], text: str) -> None:
+        if self._after_call:
+            text = text.lstrip()
+        if text:
+            self._after_call = False
+            out.append(text)
+
+    @staticmethod
+    def _certain(text: str, marker: str) -> int:
+        """How many characters of `text` are answer text whatever comes: all but the beginning of a marker at its end
+        and the white space before that."""
+        begun = next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+        return len(text[: len(text) - begun].rstrip())
+
+
+def _call(text: str, *, ended: bool = True) -> ToolCall | BadCall:
+    if not ended:
+        return BadCall(text, "the call was not complete", ended=False)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return BadCall(text, f"the call is not JSON: {error}")
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or not name:
+        return BadCall(text, "the call has no name")
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        return BadCall(text, "the arguments of the call are not an object")
+    return ToolCall(name, arguments)
