@@ -153,9 +153,9 @@ def count(config: ShadowConfig, trunk: TrunkConfig) -> Count:
 
 def embedding_rows(table: Any, ids: np.ndarray, kernels: Kernels = PLAIN) -> np.ndarray:
     """Rows of the trunk's embedding as it is stored, float32 `[len(ids), D]`."""
-    take = jax.jit(lambda ids: linear.embed(ids, table, n_rows=jnp.int32(ROWS), backend=kernels.linear))
+    take = jax.jit(lambda ids, table: linear.embed(ids, table, n_rows=jnp.int32(ROWS), backend=kernels.linear))
     padded = np.pad(np.asarray(ids, np.int32), (0, -len(ids) % ROWS))
-    parts = [np.asarray(take(padded[i : i + ROWS])) for i in range(0, len(padded), ROWS)]
+    parts = [np.asarray(take(padded[i : i + ROWS], table)) for i in range(0, len(padded), ROWS)]
     return np.concatenate(parts)[: len(ids)]
 
 

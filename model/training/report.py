@@ -146,6 +146,9 @@ def _of(values: Mapping[str, float], name: str) -> str:
 
 # ---- plots
 
+SHOWN_PLACES = 6
+"""Places of a chain in the plot of guesses; later ones are seldom reached."""
+
 
 def _plot(path: Path, draw: Any) -> None:
     import matplotlib
@@ -171,14 +174,15 @@ def _plot_loss(axes: Axes, history: Sequence[Mapping[str, float]]) -> None:
 
 
 def _plot_acceptance(axes: Axes, found: Mapping[str, Sequence[float]]) -> None:
-    for name, values in found.items():
-        bold = name == "all"
-        axes.plot(
-            range(1, len(values) + 1), values, label=name, linewidth=2.5 if bold else 0.8,
-            color="black" if bold else None, marker="o" if bold else None,
-        )  # fmt: skip
-    axes.set(xlabel="place", ylabel="right, given all before", title="The shadow's guesses", ylim=(0, 1))
-    axes.legend(ncols=3, fontsize=6)
+    shown = np.array([values[:SHOWN_PLACES] for values in found.values()], float)
+    axes.imshow(shown, aspect="auto", cmap="Blues", vmin=0, vmax=1)
+    for (row, column), value in np.ndenumerate(shown):
+        if not np.isnan(value):
+            colour = "white" if value > 0.6 else "black"
+            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=6, color=colour)
+    axes.set(xlabel="place", title="How often the shadow is right, given all before")
+    axes.set_xticks(range(shown.shape[1]), [str(place + 1) for place in range(shown.shape[1])])
+    axes.set_yticks(range(len(found)), list(found), fontsize=6)
 
 
 def _plot_reliability(axes: Axes, found: Mapping[str, Calibration]) -> None:

