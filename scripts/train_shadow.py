@@ -273,13 +273,13 @@ class Stages:
     def __call__(self, what: str, done: int, total: int, before: int, words: str) -> None:
         """`done` of `total`, of which `before` were done when the stage began here."""
         now = time.monotonic()
-        if what not in self._tasks:
+        if first := what not in self._tasks:
             self._tasks[what] = (self._bars.add_task(what, total=total, completed=before, state=""), now)
         task, began = self._tasks[what]
         rate = (done - before) / (now - began) if now > began else 0.0
         state = f"{done:,} of {total:,}, {rate:,.1f}/s" + (f", {words}" if words else "")
         self._bars.update(task, completed=done, total=total, state=state)
-        if not self._console.is_terminal and (done >= total or now - self._last > self.EVERY):
+        if not self._console.is_terminal and (first or done >= total or now - self._last > self.EVERY):
             self._last = now
             left = f", {(total - done) / rate / 60:.0f} min left" if rate > 0 and done < total else ""
             self._console.print(f"{what}: {state}{left}", markup=False, highlight=False, soft_wrap=True)

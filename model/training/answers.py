@@ -155,6 +155,8 @@ def _run(
             if progress.done:
                 break
     store.flush()
+    reached = min(progress.measure(), total)  # less than asked for, if the prompts do not give more
+    report(what, reached, reached, before)
     return progress.jobs
 
 

@@ -165,7 +165,7 @@ def test_answers_do_not_depend_on_the_batch(tmp_path, capsys):
         assert (a["id"], a["token_ids"], a["digest"]) == (b["id"], b["token_ids"], b["digest"])
         assert len(a["token_ids"]) == len(a["digest"]) == 9
         assert a["finish_reason"] == "max_tokens"
-        assert a["tokens_per_pass"] == 1.0 and a["shadow_share"] == 0.0
+        assert a["tokens_per_pass"] >= 1 and a["shadow_share"] == pytest.approx(1 - 1 / a["tokens_per_pass"], abs=1e-3)
     assert "6 prompts (6 max_tokens)" in capsys.readouterr().out
 
 
