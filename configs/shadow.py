@@ -126,8 +126,6 @@ class TrainingConfig:
     weight_decay: float = 0.05
     clip: float = 1.0
     """Largest norm of a gradient."""
-    average: float = 0.999
-    """Decay of the running average of the parameters, which is what is kept."""
 
     def __post_init__(self) -> None:
         for field in ("prompts", "tokens", "max_tokens", "batch"):

@@ -134,13 +134,12 @@ def _outputs(shadow: Shadow, batch: Batch, table: jax.Array, sizes: tuple[int, .
 class FitState(NamedTuple):
     params: dict[str, jax.Array]
     optimiser: Any
-    average: dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
     values: dict[str, np.ndarray]
-    """The running average of all parameters that are not calibrated."""
+    """All parameters that are not calibrated."""
     history: list[dict[str, float]]
     """Every logged step's measures."""
     steps: int
@@ -174,7 +173,7 @@ def fit(
             if (number + 1) % CHECKPOINT_STEPS == 0 or number + 1 == loop.steps:
                 manager.save(number + 1, args=ocp.args.StandardSave(state), force=True)
                 manager.wait_until_finished()
-    return Trained({name: np.asarray(value) for name, value in state.average.items()}, history, loop.steps)
+    return Trained({name: np.asarray(value) for name, value in state.params.items()}, history, loop.steps)
 
 
 class _Loop:
@@ -200,16 +199,13 @@ class _Loop:
         def step(state: FitState, batch: Batch, table: jax.Array, rows: jax.Array) -> tuple[FitState, dict[str, Any]]:
             (total, measures), gradient = jax.value_and_grad(loss, has_aux=True)(state.params, batch, table, rows)
             updates, optimiser = self._optimiser.update(gradient, state.optimiser, state.params)
-            params = optax.apply_updates(state.params, updates)
-            decay = config.average
-            average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.average, params)
-            return FitState(params, optimiser, average), {"loss": total, **measures}
+            return FitState(optax.apply_updates(state.params, updates), optimiser), {"loss": total, **measures}
 
         self._step = jax.jit(step, donate_argnums=0)
 
     def start(self) -> FitState:
         params = {name: self._everywhere(np.asarray(value)) for name, value in self._start.items()}
-        state = FitState(params, self._optimiser.init(params), jax.tree.map(jnp.copy, params))
+        state = FitState(params, self._optimiser.init(params))
         return jax.tree.map(self._everywhere, state)
 
     def step(self, state: FitState, number: int) -> tuple[FitState, dict[str, jax.Array]]:

@@ -16,7 +16,7 @@ from umbra.model.training.corpus import CALIBRATION, TEST, TRAIN, coverage, rank
 from umbra.model.training.warm_start import warm_start
 
 V = 64
-CONFIG = TrainingConfig(epochs=4, batch=64, unroll=3, learning_rate=5e-3, average=0.9)
+CONFIG = TrainingConfig(epochs=4, batch=64, unroll=3, learning_rate=5e-3)
 
 
 @pytest.fixture(scope="module")
