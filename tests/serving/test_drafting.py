@@ -97,18 +97,6 @@ def test_copies_come_several_at_a_time(drafting: Engine) -> None:
     assert dict(answer.timings.accepted)["lookup"] > 50
 
 
-def test_in_plain_jax(random_model: Callable, random_shadow: Callable) -> None:
-    model = random_model("tiny-gemma", kernels="xla")
-    model = dataclasses.replace(model, shadow=random_shadow(512, model.config.d_model))
-    outcomes = []
-    for rows in (0, 12):
-        with Engine(model, dataclasses.replace(BASE, draft_rows=rows)) as engine:
-            engine.start(warm=False)
-            outcomes.append(answers(engine, ASKED["greedy"]) + answers(engine, ASKED["penalties"]))
-    same(outcomes[1], outcomes[0])
-    assert sum(answer.timings.drafted for answer in outcomes[1]) > 0
-
-
 @pytest.mark.parametrize(
     "config",
     [
