@@ -30,6 +30,7 @@ SHOWN = {
     "transformers-float32": "Transformers float32",
     "transformers-bfloat16": "bfloat16",
     "umbra-xla": "without our kernels",
+    "umbra-off": "without drafting",
 }
 
 
