@@ -4,6 +4,7 @@
     model     = SHA256("model1" || canonical fields)
     root      = SHA256("root1" || namespace || model)
     key       = SHA256("blk1" || parent key or root || token ids as little-endian u32 || extras)
+    tail key  = SHA256("tail1" || parent key or root || number of tokens || token ids || extras)
 
 Two blocks have the same name only if they belong to the same principal, come from the same weights in the same
 numerics class and KV format, and hold the same tokens after the same tokens. Fields and extras are typed and
@@ -13,10 +14,17 @@ compares its token ids: a collision costs a recomputation, never a wrong answer.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
 import hmac
+import os
+import secrets
 import struct
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -25,6 +33,7 @@ from ..configs.engine import BLOCK
 
 NAMESPACE_BYTES = 16
 KEY_BYTES = 32
+SECRET_BYTES = 32
 
 Field: TypeAlias = "None | bool | int | float | str | bytes | Sequence[Field] | Mapping[str, Field]"
 
@@ -93,6 +102,130 @@ def pack_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:
     if low < 0 or high >= 1 << 32:
         raise ValueError(f"token ids must fit in 32 unsigned bits, got {low if low < 0 else high}")
     return ids.astype("<u4").tobytes()
+
+
+def packed_tail_key(parent: bytes, packed: bytes, extras: Mapping[str, bytes] | None = None) -> bytes:
+    """The key of a partly filled last block; its token ids are packed by `pack_tokens`."""
+    _check_length("parent key", parent, KEY_BYTES)
+    return hashlib.sha256(b"tail1" + parent + _prefixed(packed) + _extras(extras)).digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What else decided the bytes of a block, by type; an empty field adds nothing to the key."""
+
+    policy: str = ""
+    """The attention policy it was computed under, if that is not exact."""
+    layers: tuple[int, ...] = ()
+    """The layers it was computed with, if not all."""
+    adapter: bytes = b""
+    """Digest of an adapter's weights."""
+    media: bytes = b""
+    """Digest of what stands behind placeholder tokens, such as images."""
+
+    def fields(self) -> dict[str, bytes]:
+        """What `block_key` takes. Each type has one encoding, so that equal bytes of two types never meet."""
+        layers = b"".join(struct.pack("<I", layer) for layer in self.layers)
+        every = {"policy": self.policy.encode(), "layers": layers, "adapter": self.adapter, "media": self.media}
+        return {kind: value for kind, value in every.items() if value}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockInfo:
+    """Everything about a block but its bytes: what tiers keep, compare and store beside them."""
+
+    key: bytes
+    parent: bytes
+    """Key of the block it continues, or the root."""
+    tokens: bytes
+    """Its token ids as `pack_tokens` packs them; fewer than a block's if it is a tail."""
+    position: int
+    """Of its first token; 0: it continues the root."""
+    space: bytes
+    model: bytes
+    extras: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the first block of a chain."""
+        return self.position == 0
+
+    def expected_key(self, block_size: int = BLOCK) -> bytes:
+        """The key that the other fields ask for."""
+        make = packed_block_key if self.n_tokens == block_size else packed_tail_key
+        return make(self.parent, self.tokens, self.extras)
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """Whose blocks, and computed by what: a namespace and a model fingerprint."""
+
+    space: bytes
+    model: bytes
+    block_size: int = BLOCK
+
+    @functools.cached_property
+    def root(self) -> bytes:
+        return root_key(self.space, self.model)
+
+    def chain(
+        self, token_ids: Sequence[int] | np.ndarray, extras: Extras | None = None, *, tail: bool = False
+    ) -> list[BlockInfo]:
+        """The blocks of a sequence from its first token on; `tail`: also the partly filled last one."""
+        packed, size = pack_tokens(token_ids), 4 * self.block_size
+        fields = extras.fields() if extras is not None else {}
+        blocks: list[BlockInfo] = []
+        parent = self.root
+        for start in range(0, len(packed), size):
+            part = packed[start : start + size]
+            if len(part) < size and not tail:
+                break
+            make = packed_block_key if len(part) == size else packed_tail_key
+            key = make(parent, part, fields)
+            blocks.append(BlockInfo(key, parent, part, start // 4, self.space, self.model, fields))
+            parent = key
+        return blocks
+
+
+class Namespaces:
+    """Namespaces of principals under one secret, which is kept in a file so that they outlive the process."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        namespace(secret, "")  # refuses an empty secret
+
+    @classmethod
+    def load(cls, path: Path) -> Namespaces:
+        """The secret in `path`, made at random if there is none yet; only its owner may read it.
+
+        Machines that share an object store share this file. Raises `OSError` if it can be neither read nor made, and
+        `ValueError` if it is not a secret.
+        """
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+            with os.fdopen(handle, "w") as file:
+                file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(name, path)  # unlike a rename, never replaces a secret that another process has just made
+            os.unlink(name)
+        try:
+            secret = bytes.fromhex(path.read_text().strip())
+        except ValueError:
+            secret = b""
+        if len(secret) < SECRET_BYTES:
+            raise ValueError(f"{path} must hold a secret of at least {SECRET_BYTES} bytes as hexadecimal digits")
+        return cls(secret)
+
+    def of(self, principal: str) -> bytes:
+        """The namespace of whom the server has authenticated."""
+        return namespace(self._secret, principal)
 
 
 def _check_length(what: str, value: bytes, length: int) -> None:

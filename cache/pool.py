@@ -11,7 +11,8 @@ Invariants (`check` verifies them):
 * A published block is sealed: the engine never writes to it again. Its parent is published too, so that a chain is
   always reachable from its head; leaves are evicted before what they continue.
 * A lookup takes its references at once, so that what it found cannot be evicted before it is used.
-* `allocate` gives all or nothing, and evicts exactly what is missing, least recently used first.
+* `allocate` gives all or nothing, and evicts exactly what is missing, in the order of LRU-2: blocks that one request
+  has used go before those that several have.
 * Block 0 is never handed out: padding rows and empty table entries point to it, and write there.
 
 Not thread-safe: it belongs to the engine thread. Operations cost O(1) per block, allocation O(log blocks).
@@ -19,7 +20,6 @@ Not thread-safe: it belongs to the engine thread. Operations cost O(1) per block
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ import numpy as np
 
 from ..configs.engine import BLOCK, NULL_BLOCK
 from .keys import pack_tokens, packed_block_key
+from .policies import LRU2
 
 
 @dataclass
@@ -38,7 +39,6 @@ class _Published:
     packed: bytes  # its token ids, compared on every hit
     parent: int | None  # the block it continues, None for a first one
     children: int = 0  # published blocks that continue it
-    last_use: int = 0  # time of the release that left it cached
 
 
 class BlockPool:
@@ -58,8 +58,7 @@ class BlockPool:
         self._published: dict[int, _Published] = {}
         self._by_key: dict[bytes, int] = {}
         self._cached = 0
-        self._leaves: list[tuple[int, int]] = []  # heap of (last use, block); entries that no longer hold are skipped
-        self._clock = 0
+        self._order: LRU2[bytes] = LRU2()  # of all published blocks, by key
 
     @property
     def total(self) -> int:
@@ -112,7 +111,6 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int]) -> None:
         """One reference less on each block. Without any, published blocks stay cached, others become free."""
-        self._clock += 1
         for block in blocks:
             if self._references[block] < 1:
                 raise ValueError(f"block {block} was released more often than it was taken")
@@ -142,6 +140,7 @@ class BlockPool:
             return None
         self._published[block] = _Published(key, packed, parent)
         self._by_key[key] = block
+        self._order.insert(key)
         if parent is not None:
             self._published[parent].children += 1
             self._add_hold(parent)
@@ -166,6 +165,14 @@ class BlockPool:
             blocks.append(block)
             parent = block
         return blocks
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """A request works from these published blocks of one chain, given from its head on: what eviction goes by.
+
+        To be called once a request, when it has its blocks; finding them alone does not count.
+        """
+        for block in reversed(blocks):  # so that heads outlive what continues them
+            self._order.use(self._published[block].key)
 
     def lookup(self, key: bytes, tokens: Sequence[int] | np.ndarray) -> int | None:
         """The block published under `key`, one reference taken, or None; its tokens are compared."""
@@ -229,37 +236,25 @@ class BlockPool:
                 self._free.append(block)
                 return
             self._cached += 1
-            entry.last_use = self._clock
-            self._offer(block, entry)
+            self._order.release(entry.key)
             block = entry.parent
 
-    def _offer(self, block: int, entry: _Published) -> None:
-        """Enter a cached block among those to evict, unless another continues it."""
-        if entry.children:
-            return
-        if len(self._leaves) > 2 * self.n_blocks:
-            self._leaves = [item for item in self._leaves if self._evictable(*item)]
-            heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (entry.last_use, block))
-
-    def _evictable(self, last_use: int, block: int) -> bool:
-        entry = self._published.get(block)
-        return entry is not None and not self._holds[block] and not entry.children and entry.last_use == last_use
-
     def _evict(self) -> None:
-        """Free the least recently used cached block that no other continues. There must be a cached one."""
-        last_use, block = heapq.heappop(self._leaves)
-        while not self._evictable(last_use, block):
-            last_use, block = heapq.heappop(self._leaves)
+        """Free the next cached block that no other continues. There must be a cached one."""
+        key = self._order.victim(self._evictable)
+        assert key is not None, "no cached block can be evicted"
+        block = self._by_key.pop(key)
         entry = self._published.pop(block)
-        del self._by_key[entry.key]
         self._cached -= 1
         self._free.append(block)
         if entry.parent is not None:
             parent = self._published[entry.parent]
             parent.children -= 1
-            if not self._holds[entry.parent]:
-                self._offer(entry.parent, parent)
+            self._order.release(parent.key)
+
+    def _evictable(self, key: bytes) -> bytes | None:
+        block = self._by_key[key]
+        return None if self._holds[block] or self._published[block].children else key
 
     def _check_states(self) -> None:
         free = set(self._free)
@@ -286,9 +281,8 @@ class BlockPool:
                 children[entry.parent] += 1
                 holding[entry.parent] += self._holds[block] > 0
         assert len(self._by_key) == len(self._published), "keys without a block"
-        offered = {block for last_use, block in self._leaves if self._evictable(last_use, block)}
+        assert len(self._order) == len(self._published), "the order of eviction has other blocks"
         for block, entry in self._published.items():
             assert entry.children == children[block], f"block {block} counts {entry.children} children"
             assert self._holds[block] == self._references[block] + holding[block], f"block {block}: holds are wrong"
-            leaf = not self._holds[block] and not entry.children
-            assert not leaf or block in offered, f"cached block {block} can never be evicted"
+            assert entry.key in self._order, f"cached block {block} can never be evicted"

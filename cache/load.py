@@ -1,0 +1,192 @@
+"""Bringing a chain's blocks up: several reads in flight, handed over in chain order as they arrive."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .index import Entry
+from .keys import BlockInfo
+from .layout import BlockLayout
+from .lease import Lease
+from .record import Damaged
+from .tier import Tier
+
+
+@dataclass(frozen=True)
+class Found:
+    """A block that a tier has: `tokens` of it, from its first, are what was asked for."""
+
+    info: BlockInfo
+    tier: Tier[Any]
+    entry: Entry[Any]
+    tokens: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the block asked for, or only begins like it."""
+        return self.tokens == self.info.n_tokens
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A verified block in host memory of its own."""
+
+    info: BlockInfo
+    tier: str
+    tokens: int
+    """Of its first tokens; behind them lies what was not asked for, or zeros."""
+    arrays: tuple[np.ndarray, ...]
+    payload: memoryview
+    crc: int
+
+
+class Load:
+    """The reads of one request. The engine polls it once a step; reading happens on other threads.
+
+    Ends by itself when everything was handed over, when a block could not be read (what was handed over before stays
+    good, the rest is to be recomputed), or when it is closed.
+    """
+
+    def __init__(
+        self,
+        found: list[Found],
+        lease: Lease,
+        layout: BlockLayout,
+        readers: Executor,
+        *,
+        ahead_bytes: int,
+        current: Callable[[], bool],
+        on_ready: Callable[[], None] | None,
+        on_end: Callable[[Load], None],
+    ) -> None:
+        """`current`: whether what is read may still be used (the cache was not invalidated). `on_ready`: called on a
+        reading thread when `poll` has something new."""
+        self.found, self.failure = found, ""
+        self.started = time.monotonic()
+        self.seconds: float | None = None  # until the last block was there
+        self.read_bytes: Counter[str] = Counter()  # by tier
+        self._spans: dict[str, tuple[float, float]] = {}  # by tier: when its first read began, its last one ended
+        self.lease, self._layout, self._readers = lease, layout, readers
+        self._ahead_bytes, self._current = ahead_bytes, current
+        self._on_ready, self._on_end = on_ready, on_end
+        self._lock = threading.Lock()
+        self._results: dict[int, Loaded] = {}
+        self._submitted = self._delivered = 0
+        self._limit = len(found)  # blocks before the first that could not be read
+        self._in_flight_bytes = 0
+        self._ended = False
+        with self._lock:
+            self._submit()
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come from `poll`."""
+        return self._ended
+
+    @property
+    def delivered(self) -> list[Found]:
+        """What was handed over."""
+        return self.found[: self._delivered]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were handed over."""
+        return sum(found.tokens for found in self.delivered)
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """The same, by the tier that they came from."""
+        tokens: Counter[str] = Counter()
+        for found in self.delivered:
+            tokens[found.tier.name] += found.tokens
+        return dict(tokens)
+
+    def read_seconds(self, tier: str) -> float:
+        """From the beginning of a tier's first read to the end of its last."""
+        first, last = self._spans[tier]
+        return last - first
+
+    def poll(self) -> list[Loaded]:
+        """The blocks that have arrived since, in chain order, without a gap. Takes microseconds."""
+        ready: list[Loaded] = []
+        with self._lock:
+            if self._ended:
+                return ready
+            if not self._current():
+                self._fail("stale_epoch", self._delivered)
+            while self._delivered < self._limit and self._delivered in self._results:
+                loaded = self._results.pop(self._delivered)
+                self._delivered += 1
+                self._in_flight_bytes -= len(loaded.payload)
+                ready.append(loaded)
+            self._submit()
+            over = self._delivered >= self._limit
+        if over:
+            self.close()
+        return ready
+
+    def _fail(self, reason: str, at: int) -> None:
+        if at < self._limit:
+            self.failure, self._limit = reason, at
+
+    def close(self) -> None:
+        """Stop reading and let go of the blocks; further calls do nothing."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            self._results.clear()
+            self.seconds = time.monotonic() - self.started
+        self.lease.release()
+        self._on_end(self)
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self) -> None:
+        while not self._ended and self._submitted < self._limit:
+            nbytes = self.found[self._submitted].entry.payload_bytes
+            if self._in_flight_bytes and self._in_flight_bytes + nbytes > self._ahead_bytes:
+                return
+            self._in_flight_bytes += nbytes
+            self._readers.submit(self._read, self._submitted)
+            self._submitted += 1
+
+    def _read(self, at: int) -> None:
+        """On a reading thread."""
+        found = self.found[at]
+        result: Loaded | None = None
+        failure = ""
+        started = time.monotonic()
+        if not self._ended and at < self._limit:
+            try:
+                payload = found.tier.read(found.entry)
+                arrays = self._layout.unpack(payload, found.info.n_tokens)
+                result = Loaded(found.info, found.tier.name, found.tokens, arrays, payload, found.entry.crc)
+            except Damaged as error:
+                failure = error.reason
+            except Exception as error:
+                failure = f"failed: {error}"
+                found.tier.lose(found.entry, "unreadable")
+        with self._lock:
+            if result is not None:
+                self._results[at] = result
+                name, now = found.tier.name, time.monotonic()
+                first, last = self._spans.get(name, (started, now))
+                self._spans[name] = (min(first, started), max(last, now))
+                self.read_bytes[name] += len(result.payload)
+            elif failure:
+                self._fail(failure, at)
+        if self._on_ready is not None:
+            self._on_ready()
