@@ -97,7 +97,7 @@ class ContextCache:
         self._rates = {name: Rate(first) for name, first in _FIRST_RATES.items()}
         self._load_seconds = {name: Histogram() for name in _FIRST_RATES}
         self.memory = self._open("host memory", self._open_memory) if config.memory else None
-        self.disk = self._open("cache folder", self._open_disk) if config.folder else None
+        self.disk = self._open("cache folder", self._open_disk) if config.folder and config.disk_quota else None
         self.objects = self._open("object store", self._open_objects) if config.object_store else None
         self.tiers: tuple[Tier[Any], ...] = tuple(
             tier for tier in (self.memory, self.disk, self.objects) if tier is not None

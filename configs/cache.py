@@ -16,7 +16,7 @@ class CacheConfig:
     folder: Path | None = None
     """Where the cold tier keeps its segments; None: there is none."""
     disk_quota: int = 8 * GIB
-    """Most that the folder takes on the disk, all servers that use it together."""
+    """Most that the folder takes on the disk, all servers that use it together; 0: there is no cold tier."""
     disk_reserve: int | None = None
     """What stays free on the file system; None: 2 GiB, or 5 % of it if that is more."""
     disk_watermarks: tuple[float, float] = (0.90, 0.75)
@@ -53,7 +53,7 @@ class CacheConfig:
     """A file of JSON lines, one per request, for the simulator; None: not written."""
 
     def __post_init__(self) -> None:
-        for field in ("disk_quota", "object_quota", "readers", "load_bytes", "queue_bytes", "sync_bytes"):
+        for field in ("object_quota", "readers", "load_bytes", "queue_bytes", "sync_bytes"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         for field in ("sync_interval", "lease", "load_margin", "retry"):
@@ -65,5 +65,6 @@ class CacheConfig:
         high, low = self.disk_watermarks
         if not 0 < low <= high <= 1:
             raise ValueError(f"disk_watermarks must be two shares, the larger first, got {self.disk_watermarks}")
-        if self.memory < 0 or (self.disk_reserve or 0) < 0:
-            raise ValueError("sizes of memory and reserve must not be negative")
+        for field in ("disk_quota", "disk_reserve", "memory"):
+            if (getattr(self, field) or 0) < 0:
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")

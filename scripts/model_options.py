@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configs.cache import GIB, CacheConfig
 from ..configs.embedding import EmbeddingForm, parse_embedding
 from ..kernels.backend import ASKED, choose
 from ..serving.platform import parse_mesh, setup
@@ -20,8 +23,28 @@ log = logging.getLogger(__name__)
 
 DRAFT_SOURCES = ("auto", "off", "lookup", "shadow")
 
+HOST_MEMORY = 8 * GIB
+"""Of the host, for KV blocks of an accelerator, unless told otherwise."""
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A folder that outlives the process, and the tiers of KV in it and beside it."""
+
+    folder: Path
+    cache: CacheConfig = CacheConfig()
+    own_memory: bool = True
+    """Whether the platform decides about host memory."""
+    optional: bool = False
+    """Whether to do without it, with a warning, where the folder cannot be used."""
+
+    def on(self, platform: str) -> CacheConfig:
+        """The tiers on this platform."""
+        default = 0 if platform == "cpu" else HOST_MEMORY
+        return dataclasses.replace(self.cache, memory=default) if self.own_memory else self.cache
 
 
 def positive(text: str) -> int:
@@ -122,19 +145,22 @@ def open_engine(
     progress: Progress | None = None,
     metrics: EngineMetrics | None = None,
     warm: bool = True,
+    state: State | None = None,
     **sizes: Any,
 ) -> tuple[Model, Engine]:
     """Load a model and start an engine for it; `sizes` are fields of `EngineConfig`. Call `prepare` first.
 
-    With `draft` "off" nothing can be drafted, with "lookup" there is no shadow. `warm=False` compiles every program
+    With `draft` "off" nothing can be drafted, with "lookup" there is no shadow. Without a `state` nothing outlives
+    the engine. `warm=False` compiles every program
     when it is first needed.
     """
     import jax
 
     from ..configs.engine import EngineConfig
-    from ..configs.models import NAMED
+    from ..configs.models import NAMED, served_name
     from ..model.load import load_model, open_source
     from ..serving.engine import Engine, make_mesh
+    from ..serving.storage import open_store
 
     devices, over = jax.devices(), None
     if mesh is not None or len(devices) > 1:
@@ -153,6 +179,15 @@ def open_engine(
     )  # fmt: skip
     if draft == "shadow" and loaded.shadow is None:
         raise ValueError(f"there is no shadow network for {model}; train one with scripts/train_shadow.py")
-    engine = Engine(loaded, EngineConfig(**sizes), mesh=over, metrics=metrics)
+    config, store = EngineConfig(**sizes), None
+    if state is not None:
+        try:
+            cache, name = state.on(devices[0].platform), served_name(model)
+            store = open_store(state.folder, loaded, config, cache, mesh=over, name=name)
+        except (OSError, ValueError) as error:
+            if not state.optional:
+                raise
+            log.warning("nothing outlives this process: %s", error)
+    engine = Engine(loaded, config, mesh=over, metrics=metrics, store=store)
     engine.start(warm=warm, progress=progress)
     return loaded, engine

@@ -29,22 +29,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ...cache.keys import model_fingerprint, namespace, root_key
+from ...cache.keys import Namespaces
 from ...configs.engine import EngineConfig
 from ...kernels.draft import LOOKUP, SHADOW, lookup_only
 from ...kernels.sample import choice_seed
 from . import blocking
 from .blocking import Completion
 from .device import Device, Progress
-from .identity import CompilationCounter, numerics_class, system_fingerprint
+from .identity import CompilationCounter, Identities, numerics_class, system_fingerprint
 from .programs import Program, make_mesh, step_sizes
 from .request import (
+    LOCAL,
     MAX_STOP_IDS,
     SOURCES,
     DraftSource,
     Emission,
     EngineStopped,
     FinishReason,
+    Keep,
     PromptTooLong,
     QueueFull,
     SamplingParams,
@@ -57,6 +59,7 @@ from .state import StepResult, fill_row
 from .thoughts import Channels
 
 if TYPE_CHECKING:
+    from ...cache.store import Store
     from ...model.load import Model
     from ..metrics import EngineMetrics
 
@@ -105,9 +108,11 @@ class Engine:
         *,
         mesh: Mesh | None = None,
         metrics: EngineMetrics | None = None,
+        store: Store | None = None,
     ) -> None:
+        """`store` (`serving.storage.open_store`) keeps blocks beyond the device's pool; the engine closes it."""
         CompilationCounter.install()
-        self.model, self.config, self.metrics = model, config, metrics
+        self.model, self.config, self.metrics, self.store = model, config, metrics, store
         self.mesh = mesh if mesh is not None else make_mesh(jax.devices()[:1], model.config)
         self.context_length = config.context(model.config)
         if len(model.eos_ids) > MAX_STOP_IDS:
@@ -122,9 +127,10 @@ class Engine:
         )
         self.numerics_class = numerics_class(self.mesh, self.device.kernels, model.quant, self.device.kv)
         self.system_fingerprint = system_fingerprint(model.weights_id, self.numerics_class)
-        # One namespace for now: there are no tenants yet, and a secret of this process keeps keys unguessable.
-        self._namespace = namespace(secrets.token_bytes(32), "local")
-        self._roots: dict[Layers, bytes] = {}
+        namespaces = store.namespaces if store is not None else Namespaces(secrets.token_bytes(32))
+        self._identities = Identities(model, self.numerics_class, self.device.kv, namespaces)
+        if store is not None and store.cache.model != self._identities.fingerprint(None):
+            raise ValueError("the store was opened for another model, or for other settings of the engine")
         self._last_layers: Layers = None
         self._new_shards()
 
@@ -185,12 +191,14 @@ class Engine:
         self._ready = True
 
     def close(self) -> None:
-        """Cancel everything and stop the thread."""
+        """Cancel everything, stop the thread, and close the store."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        if self.store is not None:
+            self.store.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -200,12 +208,24 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, prompt_ids: Seq[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None) -> str:
+    def submit(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+        principal: str = LOCAL,
+        keep: Keep = "blocks",
+    ) -> str:
         """Queue a request; its emissions go to `sink` on the engine's thread. Returns the request's id.
+
+        `principal` is whom the server has authenticated: KV is shared among the requests of one. `keep` says what of
+        the request's KV may outlive it.
 
         Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
         """
-        seq = self._new_sequence(prompt_ids, params, sink, request_id)
+        seq = self._new_sequence(prompt_ids, params, sink, request_id, principal, keep)
         with self._wake:
             if self._stopping or self._failed is not None or self._thread is None:
                 raise EngineStopped(self._failed or "the engine is not running")
@@ -223,8 +243,9 @@ class Engine:
         return seq.id
 
     def _new_sequence(
-        self, prompt_ids: Seq[int], params: SamplingParams, sink: Sink, request_id: str | None
-    ) -> Sequence:
+        self, prompt_ids: Seq[int], params: SamplingParams, sink: Sink, request_id: str | None, principal: str,
+        keep: Keep,
+    ) -> Sequence:  # fmt: skip
         prompt = np.array(prompt_ids, dtype=np.int64).reshape(-1)
         if not len(prompt):
             raise ValueError("the prompt is empty; at least one token is needed")
@@ -254,8 +275,9 @@ class Engine:
             limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
             sink=sink,
             text=Channels(tokenizer.token_bytes, params.stop, params.thinking) if tokenizer is not None else None,
-            root=self._root(params.layers),
+            identity=self._identities.of(principal, params.layers),
             sources=sources,
+            keep=keep,
         )
 
     def _sources(self, draft: DraftSource) -> int:
@@ -270,18 +292,6 @@ class Engine:
                 f"draft {draft!r} is not possible with {self.model.name} here; possible: {', '.join(have)}"
             )
         return wanted
-
-    def _root(self, layers: Layers) -> bytes:
-        """What keys of KV blocks start from: KV of other layers is other KV. `ValueError` for unknown layers."""
-        if layers not in self._roots:
-            if layers is not None and not 0 <= layers[0] <= layers[-1] < self.model.config.n_layers:
-                raise ValueError(f"layers are numbered 0 to {self.model.config.n_layers - 1}, got {list(layers)}")
-            fingerprint = model_fingerprint(
-                weights_id=self.model.weights_id, numerics_class=self.numerics_class, kv_format=self.device.kv.name,
-                layers=layers,
-            )  # fmt: skip
-            self._roots[layers] = root_key(self._namespace, fingerprint)
-        return self._roots[layers]
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last emission says `cancelled`. Unknown or ended ids are ignored."""

@@ -19,6 +19,15 @@ FinishReason = Literal["stop_token", "stop_string", "max_tokens", "context_lengt
 DraftSource = Literal["auto", "off", "lookup", "shadow"]
 DRAFT_SOURCES = ("auto", "off", "lookup", "shadow")
 
+Keep = Literal["nothing", "blocks", "conversation"]
+"""What of a request's KV may outlive it. `nothing`: nothing that reaches a disk or another machine; `blocks`: whole
+blocks; `conversation`: the partly filled last one as well, for what will be continued."""
+
+KEEPS: tuple[Keep, ...] = ("nothing", "blocks", "conversation")
+
+LOCAL = "local"
+"""The principal of requests where nobody is authenticated."""
+
 FORCED = 3
 SOURCES = {LOOKUP: "lookup", SHADOW: "shadow", FORCED: "forced"}
 """Who drafts tokens, by number. Forced ones stand whatever the trunk says: the end of thoughts at their budget."""

@@ -8,9 +8,10 @@ import time
 
 import numpy as np
 
+from ...cache.keys import Identity
 from ...configs.engine import BLOCK, MAX_DRAFT
 from ...kernels.attention import KVPool
-from .request import SOURCES, Emission, FinishReason, SamplingParams, Sink, Timings, TokenLogprob, Usage
+from .request import SOURCES, Emission, FinishReason, Keep, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
 
 
@@ -48,8 +49,9 @@ class Sequence:
     limit_reason: FinishReason
     sink: Sink
     text: Channels | None
-    root: bytes  # key that its chain of blocks starts from: same namespace, model and layers
+    identity: Identity  # whose blocks, and computed by what
     sources: int  # where its drafts may come from, 0: nowhere
+    keep: Keep = "blocks"
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
     phase: Phase = Phase.WAITING
@@ -74,6 +76,11 @@ class Sequence:
     def __post_init__(self) -> None:
         how = self.params.thinking
         self._end = ThoughtEnd(how.close) if how is not None else None
+
+    @property
+    def root(self) -> bytes:
+        """The key that its chain of blocks starts from."""
+        return self.identity.root
 
     @property
     def width(self) -> int:

@@ -27,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "argv",
-    [["--level", "xhigh"], ["--state", "x"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
+    [["--level", "xhigh"], ["--cache-disk", "-1"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
      ["--mesh", "data=0"], ["--mesh", "rows=2"], ["--tls-cert", "x"], ["--log-level", "loud"], ["--threads", "0"],
-     ["--api-key", ""], ["--max-body", "0"], ["extra"]],
+     ["--api-key", ""], ["--max-body", "0"], ["--state", "off", "--cache-memory", "1"], ["extra"]],
 )  # fmt: skip
 def test_wrong_usage(argv, capsys):
     with pytest.raises(SystemExit) as error:
@@ -44,7 +44,8 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for name in (
         "--model", "--host", "--port", "--quant", "--threads", "--mesh", "--slots", "--context-length", "--no-warmup",
-        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--tls-cert", "--tls-key", "--max-body",
+        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--state",
+        "--cache-disk", "--cache-memory", "--cache-objects", "--cache-log", "--tls-cert", "--tls-key", "--max-body",
     ):  # fmt: skip
         assert name in text
 
@@ -217,7 +218,7 @@ def test_the_command_with_a_model(tmp_path):
     """From the command line to a streamed answer and a clean end, with the random trunk."""
     command = [
         sys.executable, str(ROOT / "scripts" / "serve.py"), "--model", "tiny", "--port", "0", "--slots", "2",
-        "--context-length", "256",
+        "--context-length", "256", "--state", str(tmp_path / "state"),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=(tmp_path / "err").open("w"), text=True)
     try:
@@ -242,7 +243,7 @@ def test_the_command_with_a_model(tmp_path):
 def tiny_server(*options: str):
     """serve.py on the tiny trunk, in a process of its own; yields its address."""
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "tiny", "--port", "0", "--slots", "4",
-               "--context-length", "512", "--kv-memory", "0.01", *options]  # fmt: skip
+               "--context-length", "512", "--kv-memory", "0.01", "--state", "off", *options]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

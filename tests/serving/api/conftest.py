@@ -109,6 +109,7 @@ class FakeEngine:
     """The engine's interface over a script. `plan(prompt, params)` gives the steps of a request."""
 
     system_fingerprint = "fp_fake"
+    store = None
     context_length = CONTEXT
 
     def __init__(self) -> None:
@@ -138,7 +139,14 @@ class FakeEngine:
         return [dataclasses.replace(params, seed=(params.seed or 0) + i) for i in range(n)]
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+        principal: str = "local",
+        keep: str = "blocks",
     ) -> str:
         if self.stopped:
             raise EngineStopped("the engine is not running")
