@@ -18,6 +18,8 @@ from ..metrics import CONTENT_TYPE, exposition
 from .body import drain
 from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal
 from .gemini_routes import BODIES, add_gemini
+from .interaction_routes import BODIES as INTERACTION_BODIES
+from .interaction_routes import add_interactions
 from .middleware import Gate, log_failure, request_info
 from .models import get_model, list_models
 from .openai_chat import chat_completions
@@ -50,8 +52,9 @@ def create_app(service: Service) -> ASGIApp:
     _add_post(app, service, "/v1/responses", create_response, ResponsesBody)
     _add_post(app, service, "/v1/responses/input_tokens", count_input_tokens, ResponsesBody)
     add_stored_responses(app, service)
+    add_interactions(app, service, _SCHEMAS)
     add_gemini(app, service, _SCHEMAS)
-    _describe_bodies(app, (ChatBody, CompletionBody, ResponsesBody, *BODIES))
+    _describe_bodies(app, (ChatBody, CompletionBody, ResponsesBody, *BODIES, *INTERACTION_BODIES))
     app.add_exception_handler(ApiError, _on_api_error(service))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_unexpected)

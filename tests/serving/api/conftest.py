@@ -17,7 +17,7 @@ import uvicorn
 
 from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
-from umbra.model.chat_template import ChatTemplateError
+from umbra.model.chat_template import ChatTemplateError, Known
 from umbra.serving.api import Service, create_app
 from umbra.serving.engine import (
     Emission,
@@ -66,14 +66,26 @@ class FakeTemplate:
         return ""
 
     def encode(
-        self, tokenizer: FakeTokenizer, messages: list[dict[str, Any]], *, suffix: str = "", **_: Any
+        self,
+        tokenizer: FakeTokenizer,
+        messages: list[dict[str, Any]],
+        *,
+        suffix: str = "",
+        known: Known | None = None,
+        until: str | None = None,
+        **_: Any,
     ) -> list[int]:
         if any(message["content"] == "refuse this" for message in messages):
             raise ChatTemplateError("roles must alternate")
         if any(message["content"] == "explode" for message in messages):
             raise KeyError("secret detail")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return tokenizer.encode(text + suffix)
+        text += suffix
+        if until is not None:
+            text = text.partition(until)[0]
+        if known is not None:
+            return known.join(tokenizer.encode(text.partition(known.mark)[2]))
+        return tokenizer.encode(text)
 
 
 Step = Emission | None
