@@ -200,12 +200,18 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, prompt_ids: Seq[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None) -> str:
+    def submit(
+        self, prompt_ids: Seq[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:  # fmt: skip
         """Queue a request; its emissions go to `sink` on the engine's thread. Returns the request's id.
+
+        `priority`: who waits is admitted as if it had waited some seconds more (or less) for each step of priority.
 
         Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
         """
         seq = self._new_sequence(prompt_ids, params, sink, request_id)
+        seq.priority = priority
         with self._wake:
             if self._stopping or self._failed is not None or self._thread is None:
                 raise EngineStopped(self._failed or "the engine is not running")
@@ -472,13 +478,13 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            seq = self._waiting[0]
+            seq = min(self._waiting, key=lambda waiting: waiting.turn)
             # Paused sequences were here first; their shard takes nobody new before they are back.
             open_shards = [s for s in self.shards if s.free_slots and not s.paused]
             best = sorted(open_shards, key=lambda s: (-s.known_tokens(seq), -len(s.free_slots), s.index))
             if not any(shard.admit(seq) for shard in best):
                 return
-            self._waiting.popleft()
+            self._waiting.remove(seq)
             seq.admitted = time.monotonic()
             self._set_slot(seq)
 

@@ -123,6 +123,7 @@ class Timings:
     passes: int  # trunk passes that emitted tokens
     drafted: int = 0  # tokens that were drafted for them
     accepted: tuple[tuple[str, int], ...] = ()  # tokens that stood, by who drafted them
+    cache: float = 0.0  # after admission, until cached KV was in its place
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,8 @@ from ...kernels.attention import KVPool
 from .request import SOURCES, Emission, FinishReason, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
 
+PRIORITY_SECONDS = 15.0
+
 
 class Phase(enum.Enum):
     WAITING = "waiting"  # in the queue, holds nothing
@@ -50,6 +52,7 @@ class Sequence:
     text: Channels | None
     root: bytes  # key that its chain of blocks starts from: same namespace, model and layers
     sources: int  # where its drafts may come from, 0: nowhere
+    priority: int = 0
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
     phase: Phase = Phase.WAITING
@@ -65,6 +68,7 @@ class Sequence:
     saved: list[KVPool] = dataclasses.field(default_factory=list)  # contents of its blocks while paused
     resume_as: Phase = Phase.PREFILL
     admitted: float = 0.0
+    cache_seconds: float = 0.0  # after admission, until cached KV was in its place
     first_token: float = 0.0
     last_token: float = 0.0
     passes: int = 0
@@ -74,6 +78,12 @@ class Sequence:
     def __post_init__(self) -> None:
         how = self.params.thinking
         self._end = ThoughtEnd(how.close) if how is not None else None
+
+    @property
+    def turn(self) -> float:
+        """Who waits for a slot is admitted in ascending order of this: a step of priority is worth so many seconds of
+        waiting, so nobody waits for ever."""
+        return self.submitted - PRIORITY_SECONDS * self.priority
 
     @property
     def width(self) -> int:
@@ -172,6 +182,7 @@ class Sequence:
                 decode=self.last_token - self.first_token,
                 passes=self.passes,
                 drafted=self.drafted,
+                cache=self.cache_seconds,
                 accepted=tuple((SOURCES[source], n) for source, n in sorted(self.accepted.items())),
             ),
             error=error,

@@ -19,6 +19,7 @@ from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
 from umbra.model.chat_template import ChatTemplateError
 from umbra.serving.api import Service, create_app
+from umbra.serving.api.connections import MAX_HEAD, connections
 from umbra.serving.engine import (
     Emission,
     EngineStopped,
@@ -103,6 +104,7 @@ class Running:
     steps: Iterator[Step]
     tokens: int = 0
     taken: int = 0
+    priority: int = 0
 
 
 class FakeEngine:
@@ -138,8 +140,9 @@ class FakeEngine:
         return [dataclasses.replace(params, seed=(params.seed or 0) + i) for i in range(n)]
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None
-    ) -> str:
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:  # fmt: skip
         if self.stopped:
             raise EngineStopped("the engine is not running")
         if len(prompt_ids) >= self.context_length:
@@ -149,7 +152,7 @@ class FakeEngine:
                 raise QueueFull(len(self.running), 2.5)
             name = request_id or str(next(self._ids))
             steps = iter(self.plan(list(prompt_ids), params))
-            one = Running(list(prompt_ids), params, sink, steps)
+            one = Running(list(prompt_ids), params, sink, steps, priority=priority)
             self.submitted.append(one)
             self.running[name] = one
         return name
@@ -216,6 +219,8 @@ class Api:
             create_app(self.service),
             host="127.0.0.1",
             port=0,
+            http=connections(config),
+            h11_max_incomplete_event_size=MAX_HEAD,
             log_config=None,
             lifespan="off",
             access_log=False,
