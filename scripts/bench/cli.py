@@ -15,7 +15,7 @@ from ...configs.machine import cores
 from ...configs.prompt_sets import DEFAULT, PromptFileError
 from ...model.weights.errors import ModelError
 from ..model_options import OneLineParser, add_draft_option, add_model_options, positive
-from . import drafts, exact, flat, harness, kernels, levels, lossy, passes, quality, serve
+from . import drafts, exact, flat, harness, kernels, levels, lossy, passes, quality, scenarios, serve
 from .plan import MIN_TOKENS, Plan
 from .processes import BenchError
 from .report import save, show
@@ -32,7 +32,7 @@ ABOUT = {
     "decode": "one stream: tokens after the first over the time after it",
     "prefill": "one prompt of a given length: prompt tokens over the time to the first token",
     "batch": "several streams at once: output tokens over wall time",
-    "serve": "open loop over HTTP: time to first token, between tokens, requests per second, start to ready",
+    "serve": "over HTTP: time to first token, between tokens, requests per second, start to ready",
     "passes": "a pass of several tokens over one of a single token; what a long context adds to a pass",
     "kernels": "single operations against the machine's measured peak and plain JAX",
     "quality": "agreement with the float32 model, and perplexity, on its own answers",
@@ -43,6 +43,11 @@ ABOUT = {
     "exact": "whether ids and logits depend on drafts, batch mates, chunks, pass widths, table width or threads",
 }
 
+
+SCENARIOS = ("arrivals", "concurrent", "questions", "overhead", "events")
+CLIENTS = {"concurrent": (1, 16, 100), "overhead": (1, 32)}
+FAST = 4000.0
+"""Tokens a second of the source that stands in for the engine."""
 
 ALONE = ("exact", "levels", "skips", "relax")
 """Benchmarks that compare with nothing else."""
@@ -176,10 +181,20 @@ def _quality_options(sub: argparse.ArgumentParser) -> None:
 
 
 def _serve_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--scenario", choices=SCENARIOS, default="arrivals",
+        help="arrivals (default): open loop; concurrent: --clients that ask when they are answered; questions: short "
+        "ones, with a known system prompt; overhead: against our engine, --clients streams; events: a source of --rate "
+        "tokens a second in place of the engine",
+    )  # fmt: skip
+    sub.add_argument(
+        "--clients", type=_numbers, metavar="N,...",
+        help="concurrent: clients at once (default 1,16,100); overhead: streams (default 1,32)",
+    )  # fmt: skip
     sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="requests open at once (default 8)")
     sub.add_argument("--limit", type=positive, default=32, metavar="N", help="requests of a round (default 32)")
     sub.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default 64)")
-    sub.add_argument("--rate", type=_factor, metavar="R", help="Poisson arrivals per second (default 1)")
+    sub.add_argument("--rate", type=_factor, metavar="R", help="Poisson arrivals (or tokens) per second (default 1)")
     sub.add_argument("--seed", type=int, metavar="S", help="seed of the arrivals (default 0)")
     sub.add_argument("--trace", type=Path, metavar="F", help="arrivals and lengths from this file (.jsonl, .jsonl.gz)")
     sub.add_argument("--time-scale", type=_factor, metavar="X", help="stretch the trace's times (default 1)")
@@ -307,8 +322,25 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if args.bench == "batch":
         values["limit"] = args.limit or args.sequences
     if args.bench == "serve":
+        _scenario_options(values)
         _arrival_options(values)
     return Plan(**values)
+
+
+def _scenario_options(values: dict[str, object]) -> None:
+    """Defaults of the scenarios; options and peers that one has no use for are refused."""
+    scenario = values["scenario"]
+    default = CLIENTS.get(str(scenario))
+    if values["clients"] is not None and default is None:
+        raise ValueError(f"--clients is not used with --scenario {scenario}")
+    if values["trace"] is not None and scenario != "arrivals":
+        raise ValueError(f"--trace is not used with --scenario {scenario}")
+    if values["against"] and scenario in ("overhead", "events"):
+        raise ValueError(f"--against is not used with --scenario {scenario}")
+    if scenario == "events":
+        values["rate"] = values["rate"] or FAST
+        values["max_tokens"] = values["max_tokens"] or 10_000
+    values["clients"] = values["clients"] or default or ()
 
 
 def _arrival_options(values: dict[str, object]) -> None:
@@ -374,7 +406,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 RUN = {
-    "serve": serve.run,
+    "serve": lambda plan, say: (serve.run if plan.scenario == "arrivals" else scenarios.run)(plan, say),
     "passes": passes.run,
     "kernels": kernels.run,
     "quality": quality.run,

@@ -13,7 +13,7 @@ MIN_TOKENS = 64
 _MODEL = ("quant", "threads", "mesh", "kernels", "kv", "embedding")
 _OURS = (*_MODEL, "draft", "shadow")
 _RUNS = (*_OURS, "against", "prompts", "limit", "rounds", "sequences", "max_tokens")
-_ARRIVALS = (*_RUNS, "rate", "seed", "trace", "starts")
+_ARRIVALS = (*_RUNS, "scenario", "clients", "rate", "seed", "trace", "starts")
 
 USED = {
     "decode": (*_RUNS, "each", "draft_length", "temperature", "busy"),
@@ -66,6 +66,8 @@ class Plan:
     save: bool = False  # skips, relax: write the result where the program looks for it
     drafting_only: bool = False  # exact: leave out the settings that do not draft
     # serve only:
+    scenario: str = "arrivals"
+    clients: tuple[int, ...] = ()  # numbers of clients, or streams, at once
     rate: float = 1.0  # requests per second
     seed: int = 0
     trace: Path | None = None
