@@ -114,7 +114,7 @@ def questions(plan: Plan, say: Say) -> dict[str, Any]:
 def _question(words: int, i: int) -> str:
     """A question of so many words; others for other `i`, from the first words on."""
     topic = TOPICS[i % len(TOPICS)] + ("" if i < len(TOPICS) else f" {i // len(TOPICS)}")
-    text = [topic, *QUESTION.split()]
+    text = [*topic.split(), *QUESTION.split()]
     return " ".join(text[:words]).capitalize() + "?"
 
 
