@@ -100,7 +100,7 @@ class Engine:
     def choice_params(self, params, n):
         return [params] * n
 
-    def submit(self, prompt_ids, params, *, sink, request_id=None):
+    def submit(self, prompt_ids, params, *, sink, request_id=None, principal="local", keep="blocks"):
         self.sinks[request_id] = sink
         return request_id
 
