@@ -16,10 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from umbra.configs.engine import EngineConfig
+from umbra.configs.files import cache_dir
 from umbra.configs.keys import ApiKey, Limits, new_key, plain_keys, read_keys
 from umbra.configs.server import ServerConfig
 from umbra.scripts.level_options import add_level_option, add_lossy_option
-from umbra.scripts.model_options import OneLineParser, add_draft_option, add_model_options, only, open_engine, prepare
+from umbra.scripts.model_options import (
+    OneLineParser,
+    State,
+    add_draft_option,
+    add_model_options,
+    add_state_options,
+    only,
+    open_engine,
+    prepare,
+    state,
+)
 from umbra.serving.logs import log_to_stderr
 
 if TYPE_CHECKING:
@@ -56,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         help="KV kept on the chip through a device loop: auto (default; on TPUs) or off",
     )  # fmt: skip
     sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait (%(default)s)")
+    add_state_options(p, default=cache_dir() / "state")
     http = p.add_argument_group("server")
     http.add_argument("--host", default=server.host, help="address to listen on (%(default)s)")
     http.add_argument("--port", type=int, default=server.port, help="0: any free port (%(default)s)")
@@ -94,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         sizes = {name: getattr(args, name) for name in SIZES}
         EngineConfig(**sizes)
+        kept = state(args, default=cache_dir() / "state")
         config = ServerConfig(
             host=args.host, port=args.port, api_keys=given_keys(args), max_body=args.max_body, level=args.level,
             lossy=args.lossy, cors_origins=tuple(args.cors_origin), request_timeout=args.request_timeout,
@@ -106,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     log_to_stderr(args.log_level)
     prepare(args.threads, args.mesh, args.kernels)
     try:
-        return serve(args, config, sizes)
+        return serve(args, config, sizes, kept)
     except Exception as error:
         logging.getLogger(__name__).debug("the server ends", exc_info=True)
         print(f"serve.py: {one_line(error)}", file=sys.stderr)
@@ -129,7 +142,7 @@ def one_line(error: Exception) -> str:
     return text if expected else f"{type(error).__name__}: {text}"
 
 
-def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any]) -> int:
+def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any], kept: State | None) -> int:
     """Listen, load in the background, and serve until a signal says stop."""
     # Only now: these import JAX, whose settings `prepare` makes.
     from umbra.serving.api import Service
@@ -145,10 +158,10 @@ def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any])
         logging.info("%d API keys; every request needs one", len(config.api_keys))
     else:
         logging.info("no API key is configured: open to everybody on this machine, and to nobody else")
-    return run(service, sock, loader(args, sizes), lambda: print(f"ready {address}", flush=True), tls)
+    return run(service, sock, loader(args, sizes, kept), lambda: print(f"ready {address}", flush=True), tls)
 
 
-def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
+def loader(args: argparse.Namespace, sizes: dict[str, Any], kept: State | None) -> Load:
     """What the server runs in the background to get its model."""
     from umbra.serving.api import Service
     from umbra.serving.console import StartupProgress
@@ -171,6 +184,7 @@ def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
                 progress=report,
                 metrics=service.engine_metrics,
                 warm=not args.no_warmup,
+                state=kept,
                 **sizes,
             )
         logging.info(

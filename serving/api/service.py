@@ -11,7 +11,6 @@ import contextvars
 import dataclasses
 import functools
 import logging
-import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -19,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from ...configs.engine import EngineConfig
+from ...configs.models import served_name
 from ...configs.server import ServerConfig
 from ...model.thinking import Thinker
 from ..effort import EXACT, Policy, Prepared, lossy_policies
-from ..engine.request import Emission, SamplingParams, Sink
+from ..engine.request import LOCAL, Emission, Keep, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, merge
 from .context import RequestInfo, current
@@ -31,6 +31,7 @@ from .responses_store import ResponseStore
 from .wishes import check_cap, too_late
 
 if TYPE_CHECKING:
+    from ...cache.store import Store
     from ...model.load import Model
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,11 @@ class EnginePort(Protocol):
         ...
 
     @property
+    def store(self) -> Store | None:
+        """What outlives requests: tiers of the context cache, stored conversations; None: nothing does."""
+        ...
+
+    @property
     def context_length(self) -> int: ...
     @property
     def system_fingerprint(self) -> str: ...
@@ -61,6 +67,8 @@ class EnginePort(Protocol):
         *,
         sink: Sink,
         request_id: str | None = None,
+        principal: str = LOCAL,
+        keep: Keep = "blocks",
         priority: int = 0,
     ) -> str: ...
     def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]: ...
@@ -78,12 +86,6 @@ class ModelPort(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def chat_template(self) -> Any: ...
-
-
-def served_name(spec: str) -> str:
-    """The model id clients use: the name itself, or the last part of a path or hub name without `.gguf`."""
-    last = os.path.basename(spec.removeprefix("hf:").rstrip("/"))
-    return last.removesuffix(".gguf") or "model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +190,13 @@ class Service:
         return Reply(self._cancel, current(), timed=timed)
 
     async def submit(
-        self, reply: Reply, prepare: Callable[[], Sequence[Prepared]], n: int, param: str
+        self, reply: Reply, prepare: Callable[[], Sequence[Prepared]], n: int, param: str, keep: Keep = "blocks"
     ) -> Sequence[Prepared]:
         """Prepare the prompts in a worker and submit `n` choices of each; gives what was prepared.
 
         Choice i of prompt p has index `p * n + i` in `reply`. All are taken or none: when one is refused,
-        the others are cancelled and an `ApiError` is raised. `param` names the field that held the prompts.
+        the others are cancelled and an `ApiError` is raised. `param` names the field that held the prompts, `keep`
+        says what of their KV may outlive them.
         """
         engine = self.loaded.engine
         bridge = self._bridge_of_loop()
@@ -208,7 +211,7 @@ class Service:
                 check_cap(info, len(one.prompt), param)
             for one in prepared:
                 for params in engine.choice_params(one.params, n):
-                    _submit(engine, bridge, reply, one.prompt, params, param, info.priority)
+                    _submit(engine, bridge, reply, one.prompt, params, param, keep, info)
             return prepared
 
         try:
@@ -251,14 +254,22 @@ class Service:
 
 def _submit(
     engine: EnginePort, bridge: Bridge, reply: Reply, prompt: Sequence[int], params: SamplingParams, param: str,
-    priority: int,
+    keep: Keep, info: RequestInfo,
 ) -> None:  # fmt: skip
     if reply.closed:
         raise ClientGone
     request_id = uuid.uuid4().hex
     bridge.expect(request_id, reply)
     try:
-        engine.submit(prompt, params, sink=bridge.sink, request_id=request_id, priority=priority)
+        engine.submit(
+            prompt,
+            params,
+            sink=bridge.sink,
+            request_id=request_id,
+            principal=info.tenant or LOCAL,
+            keep=keep,
+            priority=info.priority,
+        )
     except Exception as error:
         bridge.forget(request_id)
         raise from_engine(error, param) from error

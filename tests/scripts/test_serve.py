@@ -27,11 +27,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "argv",
-    [["--level", "xhigh"], ["--state", "x"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
+    [["--level", "xhigh"], ["--cache-disk", "-1"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
      ["--mesh", "data=0"], ["--mesh", "rows=2"], ["--tls-cert", "x"], ["--log-level", "loud"], ["--threads", "0"],
      ["--api-key", ""], ["--max-body", "0"], ["extra"], ["--host", "0.0.0.0"], ["--api-keys", "/no/such/file"],
      ["--requests-per-minute", "-1"], ["--cors-origin", "example.org"], ["--request-timeout", "0"],
-     ["--new-api-key", "a b"]],
+     ["--new-api-key", "a b"], ["--state", "off", "--cache-memory", "1"]],
 )  # fmt: skip
 def test_wrong_usage(argv, capsys):
     with pytest.raises(SystemExit) as error:
@@ -46,7 +46,8 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for name in (
         "--model", "--host", "--port", "--quant", "--threads", "--mesh", "--slots", "--context-length", "--no-warmup",
-        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--tls-cert", "--tls-key", "--max-body",
+        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--state",
+        "--cache-disk", "--cache-memory", "--cache-objects", "--cache-log", "--tls-cert", "--tls-key", "--max-body",
     ):  # fmt: skip
         assert name in text
 
@@ -101,7 +102,7 @@ class Engine:
     def choice_params(self, params, n):
         return [params] * n
 
-    def submit(self, prompt_ids, params, *, sink, request_id=None, priority=0):
+    def submit(self, prompt_ids, params, *, sink, request_id=None, principal="local", keep="blocks", priority=0):
         self.sinks[request_id] = sink
         return request_id
 
@@ -219,7 +220,7 @@ def test_the_command_with_a_model(tmp_path):
     """From the command line to a streamed answer and a clean end, with the random trunk."""
     command = [
         sys.executable, str(ROOT / "scripts" / "serve.py"), "--model", "tiny", "--port", "0", "--slots", "2",
-        "--context-length", "256",
+        "--context-length", "256", "--state", str(tmp_path / "state"),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=(tmp_path / "err").open("w"), text=True)
     try:
@@ -244,7 +245,7 @@ def test_the_command_with_a_model(tmp_path):
 def tiny_server(*options: str):
     """serve.py on the tiny trunk, in a process of its own; yields its address."""
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "tiny", "--port", "0", "--slots", "4",
-               "--context-length", "512", "--kv-memory", "0.01", *options]  # fmt: skip
+               "--context-length", "512", "--kv-memory", "0.01", "--state", "off", *options]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -105,12 +105,14 @@ class Running:
     tokens: int = 0
     taken: int = 0
     priority: int = 0
+    principal: str = "local"
 
 
 class FakeEngine:
     """The engine's interface over a script. `plan(prompt, params)` gives the steps of a request."""
 
     system_fingerprint = "fp_fake"
+    store = None
     context_length = CONTEXT
 
     def __init__(self) -> None:
@@ -140,9 +142,16 @@ class FakeEngine:
         return [dataclasses.replace(params, seed=(params.seed or 0) + i) for i in range(n)]
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None,
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+        principal: str = "local",
+        keep: str = "blocks",
         priority: int = 0,
-    ) -> str:  # fmt: skip
+    ) -> str:
         if self.stopped:
             raise EngineStopped("the engine is not running")
         if len(prompt_ids) >= self.context_length:
@@ -152,7 +161,7 @@ class FakeEngine:
                 raise QueueFull(len(self.running), 2.5)
             name = request_id or str(next(self._ids))
             steps = iter(self.plan(list(prompt_ids), params))
-            one = Running(list(prompt_ids), params, sink, steps, priority=priority)
+            one = Running(list(prompt_ids), params, sink, steps, priority=priority, principal=principal)
             self.submitted.append(one)
             self.running[name] = one
         return name
