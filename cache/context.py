@@ -221,6 +221,16 @@ class ContextCache:
 
     # ---- loading
 
+    def expect(self, identity: Identity, token_ids: Sequence[int] | np.ndarray, *, known_blocks: int = 0) -> None:
+        """Have the disk read ahead what it has of a prompt that waits for its turn, the most recent first."""
+        if self.disk is None:
+            return
+        with self._leases.take() as lease:
+            found = self._find(identity.chain(token_ids), known_blocks, lease)
+        cold = [each.entry for each in reversed(found) if each.tier is self.disk]
+        if cold:
+            self._readers.submit(self.disk.expect, cold)
+
     def load(self, match: Match, on_ready: Callable[[], None] | None = None) -> Load:
         """Start reading what was matched; the load owns the lease from here on.
 
@@ -232,7 +242,8 @@ class ContextCache:
         with self._lock:
             load = Load(
                 list(match.found), match.lease, self.layout, self._readers, ahead_bytes=self.config.load_bytes,
-                current=lambda: self._epoch == match.epoch, on_ready=on_ready, on_end=self._load_ended,
+                hot_tokens=self.config.hot_tokens, current=lambda: self._epoch == match.epoch, on_ready=on_ready,
+                on_end=self._load_ended,
             )  # fmt: skip
             self._loads.add(load)
         if not match.found:
@@ -292,6 +303,11 @@ class ContextCache:
         """
         targets = self._targets(persist)
         return bool(targets) and self._writer.offer(info, contents, targets, done)
+
+    @property
+    def room(self) -> int:
+        """Bytes of blocks that may be offered now."""
+        return max(0, self.config.queue_bytes - self._writer.pending_bytes)
 
     def _targets(self, persist: bool) -> tuple[Tier[Any], ...]:
         return self.tiers if persist else tuple(tier for tier in self.tiers if tier is self.memory)

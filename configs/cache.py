@@ -35,6 +35,8 @@ class CacheConfig:
     """Threads that read and verify blocks."""
     load_bytes: int = 64 * MIB
     """Blocks that are read ahead of the engine, of one request."""
+    hot_tokens: int = 2048
+    """Of what a request has found, the last ones, which are brought up before the others."""
     queue_bytes: int = 256 * MIB
     """Blocks that wait to be written; beyond that they are not kept."""
     sync_interval: float = 0.05
@@ -65,6 +67,6 @@ class CacheConfig:
         high, low = self.disk_watermarks
         if not 0 < low <= high <= 1:
             raise ValueError(f"disk_watermarks must be two shares, the larger first, got {self.disk_watermarks}")
-        for field in ("disk_quota", "disk_reserve", "memory"):
+        for field in ("disk_quota", "disk_reserve", "memory", "hot_tokens"):
             if (getattr(self, field) or 0) < 0:
                 raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")

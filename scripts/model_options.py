@@ -128,6 +128,60 @@ def add_draft_option(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def state_folder(text: str) -> Path | None:
+    """A folder, or None for `off`, for argparse."""
+    return None if text == "off" else Path(text).expanduser()
+
+
+def gibibytes(text: str) -> int:
+    """GiB as bytes, for argparse."""
+    try:
+        size = round(float(text) * GIB)
+    except (ValueError, OverflowError):
+        size = -1
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB of at least 0, got {text!r}")
+    return size
+
+
+def add_state_options(parser: argparse.ArgumentParser, default: Path | None) -> None:
+    """`default`: the folder used when none is named; None: off."""
+    group = parser.add_argument_group("context cache")
+    group.add_argument(
+        "--state", type=state_folder, default=default, metavar="DIR",
+        help="where KV and conversations are kept across restarts, or off: nothing is kept "
+        f"({default or 'off'})",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-disk", type=gibibytes, default=CacheConfig.disk_quota, metavar="GIB",
+        help=f"most that KV takes on the disk; 0: none ({CacheConfig.disk_quota / GIB:g})",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-memory", type=gibibytes, metavar="GIB",
+        help=f"host memory for KV; 0: none (0 on a CPU, whose pool is host memory already, else {HOST_MEMORY / GIB:g})",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-objects", default="", metavar="URL",
+        help="a pool of KV shared by machines: gs://bucket/path, s3://bucket/path or file:///path",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-log", type=Path, metavar="F", help="a file that gets a line for every request, for replays"
+    )
+
+
+def state(args: argparse.Namespace, default: Path | None) -> State | None:
+    """What `add_state_options` chose; the default folder is one that can be done without. Raises `ValueError`."""
+    if args.state is not None:
+        config = CacheConfig(
+            disk_quota=args.cache_disk, memory=args.cache_memory or 0, object_store=args.cache_objects,
+            access_log=args.cache_log,
+        )  # fmt: skip
+        return State(args.state, config, own_memory=args.cache_memory is None, optional=args.state == default)
+    if args.cache_memory or args.cache_objects or args.cache_log:
+        raise ValueError("--cache-memory, --cache-objects and --cache-log need a folder, but --state is off")
+    return None
+
+
 def prepare(threads: int | None, mesh: tuple[int, int] | None, kernels: str = "auto") -> None:
     """Settings of the process. Must run before anything imports JAX."""
     setup(threads, mesh[0] * mesh[1] if mesh else None, kernels)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from umbra.configs.engine import EngineConfig
 from umbra.configs.files import cache_dir
+from umbra.configs.keys import ApiKey, Limits, new_key, plain_keys, read_keys
 from umbra.configs.server import ServerConfig
 from umbra.scripts.level_options import add_level_option, add_lossy_option
 from umbra.scripts.model_options import (
@@ -30,11 +31,11 @@ from umbra.scripts.model_options import (
     prepare,
     state,
 )
+from umbra.serving.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from umbra.serving.api.server import Load
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SIZES = ("slots", "context_length", "kv", "kv_memory", "prefill_chunk", "decode_steps", "hot_window", "max_queue")
 """Options that are fields of `EngineConfig` of the same name."""
 
@@ -70,7 +71,25 @@ def parser() -> argparse.ArgumentParser:
     http = p.add_argument_group("server")
     http.add_argument("--host", default=server.host, help="address to listen on (%(default)s)")
     http.add_argument("--port", type=int, default=server.port, help="0: any free port (%(default)s)")
-    http.add_argument("--api-key", action="append", metavar="KEY", help="a key clients must send (or $UMBRA_API_KEY)")
+    http.add_argument(
+        "--api-keys", type=Path, metavar="FILE",
+        help="keys clients may send, with their limits (TOML, see configs/keys.py); also $UMBRA_API_KEYS: keys with "
+        "commas between them. Without keys only loopback addresses are listened on",
+    )  # fmt: skip
+    http.add_argument("--api-key", action="append", metavar="KEY", help="one key more (or $UMBRA_API_KEY)")
+    http.add_argument("--new-api-key", metavar="NAME", help="print a new key and its table for --api-keys, and end")
+    for name, what in (
+        ("requests-per-minute", "requests a minute"), ("tokens-per-minute", "tokens a minute, prompts included"),
+        ("max-concurrent", "requests in progress"),
+    ):  # fmt: skip
+        http.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{what} of a key, 0: any (%(default)s)")
+    http.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="pages that may use the server; *: all"
+    )
+    http.add_argument(
+        "--request-timeout", type=float, default=server.request_timeout, metavar="S",
+        help="seconds until an answer must be complete (%(default)s)",
+    )  # fmt: skip
     http.add_argument("--tls-cert", metavar="F", help="certificate chain, PEM; needs --tls-key")
     http.add_argument("--tls-key", metavar="F", help="private key, PEM; needs --tls-cert")
     http.add_argument("--max-body", type=int, default=server.max_body, help="bytes of a request body (%(default)s)")
@@ -81,14 +100,17 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
-    keys = args.api_key or [key for key in [os.environ.get("UMBRA_API_KEY")] if key]
     try:
+        if args.new_api_key is not None:
+            print("key: {}\n\n{}".format(*new_key(args.new_api_key)), end="")
+            return 0
         sizes = {name: getattr(args, name) for name in SIZES}
         EngineConfig(**sizes)
         kept = state(args, default=cache_dir() / "state")
         config = ServerConfig(
-            host=args.host, port=args.port, api_keys=tuple(keys), max_body=args.max_body, level=args.level,
-            lossy=args.lossy,
+            host=args.host, port=args.port, api_keys=given_keys(args), max_body=args.max_body, level=args.level,
+            lossy=args.lossy, cors_origins=tuple(args.cors_origin), request_timeout=args.request_timeout,
+            limits=Limits(args.requests_per_minute, args.tokens_per_minute, args.max_concurrent),
         )  # fmt: skip
         if (args.tls_cert is None) != (args.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
@@ -104,19 +126,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-class StderrHandler(logging.Handler):
-    """Writes to whatever `sys.stderr` is at the moment: while progress bars are shown, they go around the line."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
-
-
-def log_to_stderr(level: str) -> None:
-    handler = StderrHandler()
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
-    if level != "debug":
-        for other in ("httpx", "uvicorn", "jax", "asyncio", "absl"):
-            logging.getLogger(other).setLevel(logging.WARNING)
+def given_keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
+    """The keys of the file, the command line and the environment; each once."""
+    named = read_keys(args.api_keys) if args.api_keys is not None else ()
+    listed = [*os.environ.get("UMBRA_API_KEYS", "").split(","), os.environ.get("UMBRA_API_KEY", "")]
+    plain = plain_keys(*(args.api_key or ()), *(key.strip() for key in listed if key.strip()))
+    digests = {key.sha256 for key in named}
+    return (*named, *(key for key in plain if key.sha256 not in digests))
 
 
 def one_line(error: Exception) -> str:
@@ -138,8 +154,10 @@ def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any],
     tls = Tls(args.tls_cert, args.tls_key) if args.tls_cert else None
     sock = listen(config.host, config.port)
     address = url(config.host, sock, tls)
-    if not config.api_keys and config.host not in LOOPBACK:
-        logging.warning("listening on %s without an API key: whoever can reach it can use it", config.host)
+    if config.api_keys:
+        logging.info("%d API keys; every request needs one", len(config.api_keys))
+    else:
+        logging.info("no API key is configured: open to everybody on this machine, and to nobody else")
     return run(service, sock, loader(args, sizes, kept), lambda: print(f"ready {address}", flush=True), tls)
 
 

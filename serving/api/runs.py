@@ -241,10 +241,10 @@ class Runs:
     def _conversations(self) -> Conversations:
         return self._service.conversations
 
-    async def start(self, plan: Plan, tenant: str, reply: Reply | None = None) -> Run:
+    async def start(self, plan: Plan, tenant: str) -> Run:
         """Give a request to the engine, and store it if it is to be. Raises an `ApiError` if either refuses it."""
         service = self._service
-        reply = reply if reply is not None else service.new_reply()
+        reply = service.new_reply(timed=not plan.background)
         keep: Literal["conversation", "nothing"] = "conversation" if plan.stored else "nothing"
         (prepared,) = await service.submit(reply, lambda: [plan.prepare()], 1, plan.param, keep=keep)
         writer = plan.writer(prepared)

@@ -7,12 +7,13 @@ emissions of the `Reply` into its own events. Nothing here knows a protocol.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
@@ -24,9 +25,11 @@ from ..effort import EXACT, Policy, Prepared, lossy_policies
 from ..engine.request import LOCAL, Emission, Keep, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, failure, merge
+from .context import RequestInfo, current
 from .conversations import Conversations
 from .errors import ClientGone, context_exceeded, from_engine, unavailable
 from .runs import Runs
+from .wishes import check_cap, too_late
 
 if TYPE_CHECKING:
     from ...cache.store import Store
@@ -67,6 +70,7 @@ class EnginePort(Protocol):
         request_id: str | None = None,
         principal: str = LOCAL,
         keep: Keep = "blocks",
+        priority: int = 0,
     ) -> str: ...
     def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]: ...
     def cancel(self, request_id: str) -> None: ...
@@ -142,6 +146,8 @@ class Service:
         self.inflight = 0
         self.runs = Runs(self)
         self._conversations: Conversations | None = None
+        self.on_stop: list[Callable[[], Awaitable[None]]] = []
+        """What is to be done when a stop signal has come, all at once, within the grace of running answers."""
         self._loaded: Loaded | None = None
         self._bridge: Bridge | None = None
         self._workers = ThreadPoolExecutor(self.config.workers, thread_name_prefix="api-worker")
@@ -186,10 +192,13 @@ class Service:
 
     async def offload(self, work: Callable[[], T]) -> T:
         """Run `work` in a worker thread, so that templates, tokenizing and large JSON never hold up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        inherited = contextvars.copy_context()  # log lines of the worker carry the request's id
+        return await asyncio.get_running_loop().run_in_executor(self._workers, inherited.run, work)
 
-    def new_reply(self) -> Reply:
-        return Reply(self._cancel)
+    def new_reply(self, *, timed: bool = True) -> Reply:
+        """A reply to the request that is being handled. `timed`: it must be complete within the request's time; what
+        runs in the background need not be."""
+        return Reply(self._cancel, current(), timed=timed)
 
     async def submit(
         self, reply: Reply, prepare: Callable[[], Sequence[Prepared]], n: int, param: str, keep: Keep = "blocks"
@@ -202,21 +211,38 @@ class Service:
         """
         engine = self.loaded.engine
         bridge = self._bridge_of_loop()
+        info = current() or RequestInfo("", time.perf_counter())
+        info.stages.setdefault("read", time.perf_counter() - info.started)
 
         def work() -> Sequence[Prepared]:
             if reply.closed:
                 raise ClientGone
             prepared = prepare()
             for one in prepared:
+                check_cap(info, len(one.prompt), param)
+            for one in prepared:
                 for params in engine.choice_params(one.params, n):
-                    _submit(engine, bridge, reply, one.prompt, params, param, keep)
+                    _submit(engine, bridge, reply, one.prompt, params, param, keep, info)
             return prepared
 
         try:
-            return await self.offload(work)
+            with info.stage("template"):
+                async with asyncio.timeout(reply.time_left):
+                    prepared = await self.offload(work)
+        except TimeoutError:
+            reply.close()
+            raise too_late(info) from None
         except BaseException:
             reply.close()
             raise
+        if info.principal is not None:
+            info.principal.used(sum(len(one.prompt) for one in prepared))
+        return prepared
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still being answered, or runs in the background."""
+        return self.inflight > 0 or (self._bridge is not None and bool(self._bridge.running()))
 
     def cancel_running(self) -> None:
         """Cancel every request; each client is told. Called on the event loop."""
@@ -239,14 +265,22 @@ class Service:
 
 def _submit(
     engine: EnginePort, bridge: Bridge, reply: Reply, prompt: Sequence[int], params: SamplingParams, param: str,
-    keep: Keep,
+    keep: Keep, info: RequestInfo,
 ) -> None:  # fmt: skip
     if reply.closed:
         raise ClientGone
     request_id = uuid.uuid4().hex
     bridge.expect(request_id, reply)
     try:
-        engine.submit(prompt, params, sink=bridge.sink, request_id=request_id, keep=keep)
+        engine.submit(
+            prompt,
+            params,
+            sink=bridge.sink,
+            request_id=request_id,
+            principal=info.tenant or LOCAL,
+            keep=keep,
+            priority=info.priority,
+        )
     except Exception as error:
         bridge.forget(request_id)
         raise from_engine(error, param) from error

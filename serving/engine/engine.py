@@ -14,6 +14,7 @@ that step chose for it is dropped.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import logging
 import secrets
 import threading
@@ -57,6 +58,7 @@ from .scheduler import Layers, Plan, Shard
 from .sequence import Grown, Phase, Sequence, blocks_for
 from .state import StepResult, fill_row
 from .thoughts import Channels
+from .tiers import Tiers
 
 if TYPE_CHECKING:
     from ...cache.store import Store
@@ -95,6 +97,7 @@ class _Pending:
     passes: int
     prefill_tokens: int
     started: float
+    compiled: int  # programs compiled when it started
 
 
 class Engine:
@@ -133,8 +136,12 @@ class Engine:
             raise ValueError("the store was opened for another model, or for other settings of the engine")
         self._last_layers: Layers = None
         self._new_shards()
+        self._tiers = Tiers(store.cache, self.device, self._notice) if store is not None else None
+        if store is not None and metrics is not None:
+            metrics.watch(store.cache.stats, self._held_blocks, lambda: self.l1_mode)
 
         self._wake = threading.Condition()
+        self._arrived = False  # a load has something new
         self._incoming: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._by_id: dict[str, Sequence] = {}
@@ -217,15 +224,18 @@ class Engine:
         request_id: str | None = None,
         principal: str = LOCAL,
         keep: Keep = "blocks",
+        priority: int = 0,
     ) -> str:
         """Queue a request; its emissions go to `sink` on the engine's thread. Returns the request's id.
 
         `principal` is whom the server has authenticated: KV is shared among the requests of one. `keep` says what of
-        the request's KV may outlive it.
+        the request's KV may outlive it. Who waits is admitted as if it had waited some seconds more (or less) for each
+        step of `priority`.
 
         Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
         """
         seq = self._new_sequence(prompt_ids, params, sink, request_id, principal, keep)
+        seq.priority = priority
         with self._wake:
             if self._stopping or self._failed is not None or self._thread is None:
                 raise EngineStopped(self._failed or "the engine is not running")
@@ -300,15 +310,24 @@ class Engine:
                 self._cancelled.add(request_id)
                 self._wake.notify()
 
-    def stream(self, prompt_ids: Seq[int], params: SamplingParams) -> Iterator[Emission]:
+    def stream(
+        self, prompt_ids: Seq[int], params: SamplingParams, *, principal: str = LOCAL, keep: Keep = "blocks"
+    ) -> Iterator[Emission]:
         """The emissions of one request, which is submitted when the first is asked for. Leaving the loop early
         cancels it."""
-        return blocking.stream(self, prompt_ids, params)
+        return blocking.stream(self, prompt_ids, params, principal, keep)
 
-    def generate(self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams | Seq[SamplingParams],
+        *,
+        principal: str = LOCAL,
+        keep: Keep = "blocks",
+    ) -> list[Completion]:
         """Whole answers to several prompts, in their order. Waits for room in the queue; `RuntimeError` when one of
         them ends in an error."""
-        return blocking.generate(self, prompts, params)
+        return blocking.generate(self, prompts, params, principal, keep)
 
     def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]:
         """The parameters of `n` choices of one request: choice i folds i into the seed."""
@@ -333,10 +352,15 @@ class Engine:
             compilations_after_ready=CompilationCounter.count - self._compiled_at_ready,
         )
 
+    def _held_blocks(self) -> int:
+        """Blocks of the pools that have content."""
+        return sum(shard.pool.total - shard.pool.free for shard in self.shards)
+
     def check(self) -> None:
         """Raise `AssertionError` when blocks or slots have leaked. To be called while no step is being planned."""
         for shard in self.shards:
-            shard.pool.check(held=[block for seq in shard.running for block in seq.blocks])
+            held = [block for seq in shard.running for block in seq.blocks]
+            shard.pool.check(held=held + (self._tiers.held(shard) if self._tiers is not None else []))
             assert len(shard.free_slots) + len(shard.running) == shard.slots, f"slots lost: {shard.free_slots}"
 
     # ---- the loop (engine thread only from here on)
@@ -365,36 +389,70 @@ class Engine:
         self._take_commands()
         for seq in list(self._by_id.values()):
             self._end(seq, "error" if self._failed else "cancelled", error=self._failed)
+        if self._tiers is not None and not self._failed:
+            self._tiers.copy_down(now=True)
         self._deliver()
 
     def _step(self) -> bool:
         """Dispatch the next step and read the one before; False when there was nothing to do."""
         self._take_commands()
+        self._bring_up()
         plans, passes, layers = self._plan()
         if any(plans):
             ahead = self._dispatch(plans, passes, layers)
+            self._copy_down()
             self._read()
             self._pending = ahead
             return True
         if self._pending is not None:
             self._read()
             return True
-        return bool(self._waiting or self._outbox)
+        if self._tiers is not None and self._tiers.copy_down(now=True):
+            return True  # it gave blocks back, which somebody may wait for
+        return bool(self._waiting or self._outbox) and not self._loading
+
+    def _bring_up(self) -> None:
+        """Put the blocks into the pool that have arrived from the tiers."""
+        if self._tiers is not None:
+            for arrived in self._tiers.poll(self.shards):
+                if self.metrics:
+                    self.metrics.brought_up(arrived.seconds, arrived.hot_seconds, arrived.hot_bytes)
+
+    def _copy_down(self) -> None:
+        """Hand the blocks that were sealed to the tiers."""
+        if self._tiers is not None:
+            for shard in self.shards:
+                for seq in shard.running:
+                    self._tiers.keep(shard, seq)
+            self._tiers.copy_down()
+
+    @property
+    def _loading(self) -> bool:
+        """Whether some of those that hold a slot wait for the tiers."""
+        return any(seq.phase is Phase.LOADING for shard in self.shards for seq in shard.running)
+
+    def _notice(self) -> None:
+        """On any thread: a load has something new."""
+        with self._wake:
+            self._arrived = True
+            self._wake.notify()
 
     def _idle(self) -> None:
-        try:
-            self.check()
-        except AssertionError:
-            log.exception("the leak check failed")
-        self._measure(0.0, 0, 0)
+        if not self._loading:
+            try:
+                self.check()
+            except AssertionError:
+                log.exception("the leak check failed")
+            self._measure(0.0, 0, 0)
         with self._wake:
-            while not (self._incoming or self._cancelled or self._stopping):
+            while not (self._incoming or self._cancelled or self._arrived or self._stopping):
                 self._wake.wait()
 
     def _take_commands(self) -> None:
         with self._wake:
             incoming, self._incoming = self._incoming, deque()
             cancelled, self._cancelled = self._cancelled, set()
+            self._arrived = False
             self._waiting.extend(incoming)
         for request in cancelled:
             seq = self._by_id.get(request)
@@ -427,7 +485,11 @@ class Engine:
         """Sequences that run different layers take turns, a step each."""
         running = [seq for shard in self.shards for seq in shard.running]
         asked = list(
-            dict.fromkeys(seq.params.layers for seq in running if not (seq.phase is Phase.DECODE and seq.exhausted))
+            dict.fromkeys(
+                seq.params.layers
+                for seq in running
+                if seq.phase is not Phase.LOADING and not (seq.phase is Phase.DECODE and seq.exhausted)
+            )
         )
         if self._last_layers in asked:
             asked = asked[asked.index(self._last_layers) + 1 :] + asked
@@ -454,6 +516,7 @@ class Engine:
             shard.reserve(seq, min(seq.furthest + passes * seq.width, seq.limit))
 
     def _pause(self, shard: Shard, seq: Sequence) -> None:
+        Tiers.stop(seq)
         kept = blocks_for(seq.kv_length)
         seq.saved = self.device.save([(shard.index, block) for block in seq.blocks[:kept]])
         seq.resume_as = seq.phase
@@ -482,15 +545,21 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            seq = self._waiting[0]
+            seq = min(self._waiting, key=lambda waiting: waiting.turn)
             # Paused sequences were here first; their shard takes nobody new before they are back.
             open_shards = [s for s in self.shards if s.free_slots and not s.paused]
             best = sorted(open_shards, key=lambda s: (-s.known_tokens(seq), -len(s.free_slots), s.index))
             if not any(shard.admit(seq) for shard in best):
-                return
-            self._waiting.popleft()
+                break
+            self._waiting.remove(seq)
             seq.admitted = time.monotonic()
             self._set_slot(seq)
+            if self._tiers is not None:
+                self._tiers.look_up(seq)
+        if self._tiers is not None:
+            for seq in heapq.nsmallest(self.config.slots, self._waiting, key=lambda waiting: waiting.turn):
+                if not seq.expected:
+                    self._tiers.expect(seq, max(shard.known_tokens(seq) for shard in self.shards))
 
     def _set_slot(self, seq: Sequence) -> None:
         """Send the sequence's row to its slot."""
@@ -508,7 +577,7 @@ class Engine:
     # ---- running
 
     def _dispatch(self, plans: list[Plan], passes: int, layers: Layers) -> _Pending:
-        started = time.monotonic()
+        started, compiled = time.monotonic(), CompilationCounter.count
         prefill = any(plan.chunks for plan in plans)
         kind = "prefill" if prefill else "decode" if passes == 1 else "decode_n"
         inputs = self.device.new_input(prefill)
@@ -530,6 +599,7 @@ class Engine:
             passes=passes,
             prefill_tokens=sum(count for plan in plans for _, _, count in plan.chunks),
             started=started,
+            compiled=compiled,
         )
 
     def _read(self) -> None:
@@ -549,6 +619,10 @@ class Engine:
                 continue
             emitted += self._take(seq, column, result, logits, hidden, now)
         self._measure(seconds, pending.prefill_tokens, emitted)
+        # Small chunks tell nothing of what a long prompt takes, nor do steps that had to be compiled.
+        telling = 2 * pending.prefill_tokens >= self.config.prefill_chunk
+        if self.store is not None and telling and pending.compiled == CompilationCounter.count:
+            self.store.cache.prefilled(pending.prefill_tokens, seconds)
 
     def _take(
         self, seq: Sequence, column: int, result: StepResult, logits: np.ndarray | None, hidden: np.ndarray | None,
@@ -565,7 +639,7 @@ class Engine:
         n = len(emission.token_ids)
         if self.metrics:
             if first:
-                self.metrics.first_token(now - seq.submitted)
+                self.metrics.first_token(now - seq.submitted, resumed=seq.cached > seq.found["device"])
             else:
                 self.metrics.tokens(n, (now - since) / n)
             self.metrics.drafts(grown.drafted, emission.sources)
@@ -582,8 +656,11 @@ class Engine:
         self, seq: Sequence, reason: FinishReason, emission: Emission | None = None, error: str | None = None
     ) -> None:
         shard = self.shards[seq.shard]
+        Tiers.stop(seq)
         if seq.phase in (Phase.PREFILL, Phase.DECODE):
             shard.publish(seq)
+            if self._tiers is not None:
+                self._tiers.keep(shard, seq, ended=True)
             shard.leave(seq)
         elif seq.phase is Phase.PAUSED:
             shard.paused.remove(seq)
@@ -599,6 +676,9 @@ class Engine:
             self._service_time += 0.1 * (time.monotonic() - seq.admitted - self._service_time)
         if self.metrics:
             self.metrics.finished(reason, len(seq.prompt), len(seq.generated), seq.cached)
+        if self.store is not None:
+            arrived = time.time() - (time.monotonic() - seq.submitted)
+            self.store.cache.record_access(seq.identity, seq.prompt, len(seq.generated), arrived)
 
     def _emit(self, seq: Sequence, emission: Emission) -> None:
         self._outbox.setdefault(id(seq.sink), (seq.sink, []))[1].append((seq.id, emission))
@@ -620,10 +700,13 @@ class Engine:
         message = f"the step failed: {_summary(error)}"
         for seq in list(self._by_id.values()):
             if seq.phase is not Phase.WAITING:
+                Tiers.stop(seq)
                 seq.phase = Phase.DONE  # it holds nothing any more: the shards are made anew
                 self._end(seq, "error", error=message)
         self.device.reset()
         self._new_shards()
+        if self._tiers is not None:
+            self._tiers.reset()
 
     def _measure(self, seconds: float, prefilled: int, emitted: int) -> None:
         if self.metrics is None:

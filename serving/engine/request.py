@@ -119,6 +119,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     thought_tokens: int = 0
+    cached_by_tier: tuple[tuple[str, int], ...] = ()
+    """The cached ones by where their KV was: "device", "memory", "disk" or "objects"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +134,7 @@ class Timings:
     passes: int  # trunk passes that emitted tokens
     drafted: int = 0  # tokens that were drafted for them
     accepted: tuple[tuple[str, int], ...] = ()  # tokens that stood, by who drafted them
+    cache: float = 0.0  # from admission until the KV that was found was in place
 
 
 @dataclasses.dataclass(frozen=True)

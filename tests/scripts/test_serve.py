@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
     "argv",
     [["--level", "xhigh"], ["--cache-disk", "-1"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
      ["--mesh", "data=0"], ["--mesh", "rows=2"], ["--tls-cert", "x"], ["--log-level", "loud"], ["--threads", "0"],
-     ["--api-key", ""], ["--max-body", "0"], ["--state", "off", "--cache-memory", "1"], ["extra"]],
+     ["--api-key", ""], ["--max-body", "0"], ["extra"], ["--host", "0.0.0.0"], ["--api-keys", "/no/such/file"],
+     ["--requests-per-minute", "-1"], ["--cors-origin", "example.org"], ["--request-timeout", "0"],
+     ["--new-api-key", "a b"], ["--state", "off", "--cache-memory", "1"]],
 )  # fmt: skip
 def test_wrong_usage(argv, capsys):
     with pytest.raises(SystemExit) as error:
@@ -100,7 +102,7 @@ class Engine:
     def choice_params(self, params, n):
         return [params] * n
 
-    def submit(self, prompt_ids, params, *, sink, request_id=None):
+    def submit(self, prompt_ids, params, *, sink, request_id=None, principal="local", keep="blocks", priority=0):
         self.sinks[request_id] = sink
         return request_id
 

@@ -19,6 +19,7 @@ from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
 from umbra.model.chat_template import ChatTemplateError, Known
 from umbra.serving.api import Service, create_app
+from umbra.serving.api.connections import MAX_HEAD, connections
 from umbra.serving.engine import (
     Emission,
     EngineStopped,
@@ -115,6 +116,8 @@ class Running:
     steps: Iterator[Step]
     tokens: int = 0
     taken: int = 0
+    priority: int = 0
+    principal: str = "local"
 
 
 class FakeEngine:
@@ -159,6 +162,7 @@ class FakeEngine:
         request_id: str | None = None,
         principal: str = "local",
         keep: str = "blocks",
+        priority: int = 0,
     ) -> str:
         if self.stopped:
             raise EngineStopped("the engine is not running")
@@ -169,7 +173,7 @@ class FakeEngine:
                 raise QueueFull(len(self.running), 2.5)
             name = request_id or str(next(self._ids))
             steps = iter(self.plan(list(prompt_ids), params))
-            one = Running(list(prompt_ids), params, sink, steps)
+            one = Running(list(prompt_ids), params, sink, steps, priority=priority, principal=principal)
             self.submitted.append(one)
             self.running[name] = one
         return name
@@ -236,6 +240,8 @@ class Api:
             create_app(self.service),
             host="127.0.0.1",
             port=0,
+            http=connections(config),
+            h11_max_incomplete_event_size=MAX_HEAD,
             log_config=None,
             lifespan="off",
             access_log=False,
