@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
 from umbra.serving.engine import Emission
 
@@ -296,7 +297,7 @@ def test_bad_requests(api, option, status, code):
 
 
 def test_errors_of_its_paths_have_its_shape(start_api):
-    api = start_api(ServerConfig(api_keys=("a", "b")))
+    api = start_api(ServerConfig(api_keys=plain_keys("a", "b")))
     assert api.client.post(URL, json={}).json()["error"]["code"] == "authentication"
     mine, other = ({"x-goog-api-key": key} for key in "ab")
     body = api.client.post(URL, json={"model": "fake", "input": "Hi"}, headers=mine).json()
