@@ -31,6 +31,7 @@ from .responses_body import ResponsesBody
 from .responses_routes import add_stored_responses
 from .schemas import ChatBody, CompletionBody
 from .service import Service
+from .socket_routes import add_sockets
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -54,6 +55,7 @@ def create_app(service: Service) -> ASGIApp:
     _add_post(app, service, "/v1/responses/input_tokens", count_input_tokens, ResponsesBody)
     add_stored_responses(app, service)
     add_interactions(app, service, _SCHEMAS)
+    add_sockets(app, service)
     add_gemini(app, service, _SCHEMAS)
     _describe_bodies(app, (ChatBody, CompletionBody, ResponsesBody, *BODIES, *INTERACTION_BODIES))
     app.add_exception_handler(ApiError, _on_api_error(service))

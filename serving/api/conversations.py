@@ -76,10 +76,19 @@ class Conversations:
         return hashlib.sha256(tenant.encode()).digest()
 
     def begin(
-        self, tenant: str, id: str, prompt: Sequence[int], *, model: str, parent: str | None, request: dict[str, Any]
+        self,
+        tenant: str,
+        id: str,
+        prompt: Sequence[int],
+        *,
+        model: str,
+        parent: str | None,
+        request: dict[str, Any],
+        ttl: float | None = None,
     ) -> None:
-        """Raises `NotFound` if there is no `parent`, `Unavailable` if nothing can be stored now."""
-        self._turns.begin(self.space(tenant), prompt, model=model, parent=parent, request=request, id=id)
+        """`ttl`: seconds it is kept; None: for good. Raises `NotFound` if there is no `parent`, and `Unavailable` if
+        nothing can be stored now."""
+        self._turns.begin(self.space(tenant), prompt, model=model, parent=parent, request=request, id=id, ttl=ttl)
 
     def append(self, answers: Mapping[str, Sequence[int]]) -> None:
         self._turns.append_all(answers)

@@ -79,6 +79,7 @@ class Call:
     def plan(self) -> Plan:
         body = self.body
         return Plan(
+            api=API,
             id=self.id,
             model=self.loaded.name,
             prepare=lambda: self.conversation.prepare(self.loaded, self.params, self.effort),
@@ -161,7 +162,7 @@ async def new_call(service: Service, tenant: str, body: InteractionBody) -> Call
 
 async def previous_turn(service: Service, tenant: str, id: str) -> Turn:
     """The turn that a new interaction goes on from."""
-    run = service.runs.find(tenant, id)
+    run = service.runs.find(tenant, id, API)
     if run is not None and run.plan.stored and not run.ended:
         message = f"Interaction '{id[:80]}' is still in progress; wait for its end, or cancel it"
         raise ApiError(400, message, param="previous_interaction_id", code="failed_precondition")
@@ -390,7 +391,7 @@ async def _go_on(request: Request, service: Service, body: InteractionBody) -> R
     id, number = _read_token(token)
     if body.previous_interaction_id not in (None, id) and body.input is None:
         raise invalid("continuation_token", "it belongs to another interaction than previous_interaction_id")
-    run = service.runs.find(request_info(request.scope).tenant, id)
+    run = service.runs.find(request_info(request.scope).tenant, id, API)
     if run is None:
         stored = await _stored(request, service, id)
         if not stored.log.has(number):
@@ -423,7 +424,7 @@ async def get_interaction(request: Request, service: Service, id: str) -> Respon
         if found is None:
             raise _unknown_event(last)
         number = found
-    run = service.runs.find(request_info(request.scope).tenant, id)
+    run = service.runs.find(request_info(request.scope).tenant, id, API)
     if run is not None and run.plan.stored:
         if not streamed:
             resource = await run.snapshot()
@@ -448,7 +449,7 @@ def _replay(stored: Stored, number: int) -> Response:
 
 async def cancel_interaction(request: Request, service: Service, id: str) -> Response:
     """End an interaction in progress; one that has ended stays as it is."""
-    run = service.runs.find(request_info(request.scope).tenant, id)
+    run = service.runs.find(request_info(request.scope).tenant, id, API)
     if run is not None and run.plan.stored:
         run.stop("cancelled")
         await run.done()
@@ -458,7 +459,7 @@ async def cancel_interaction(request: Request, service: Service, id: str) -> Res
 
 async def delete_interaction(request: Request, service: Service, id: str) -> Response:
     tenant = request_info(request.scope).tenant
-    run = service.runs.find(tenant, id)
+    run = service.runs.find(tenant, id, API)
     if run is None or not run.plan.stored:
         await _stored(request, service, id)
     try:

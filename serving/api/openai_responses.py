@@ -73,6 +73,7 @@ class Call:
     def plan(self) -> Plan:
         body = self.body
         return Plan(
+            api=API,
             id=self.id,
             model=self.loaded.name,
             prepare=self.prepare,
@@ -164,7 +165,7 @@ async def retrieve_response(request: Request, service: Service, response_id: str
     """The response, or with `stream=true` its events again, those after `starting_after`."""
     query = request.query_params
     streamed = query.get("stream", "false").lower() == "true"
-    run = service.runs.find(request_info(request.scope).tenant, response_id)
+    run = service.runs.find(request_info(request.scope).tenant, response_id, API)
     if run is not None and run.plan.stored:
         if not streamed:
             return JSONResponse(await run.snapshot())
@@ -185,7 +186,7 @@ def _after(request: Request, log: EventLog) -> int:
 
 async def delete_response(request: Request, service: Service, response_id: str) -> Response:
     tenant = request_info(request.scope).tenant
-    run = service.runs.find(tenant, response_id)
+    run = service.runs.find(tenant, response_id, API)
     if run is None or not run.plan.stored:
         await _stored(request, service, response_id)
     try:
@@ -197,7 +198,7 @@ async def delete_response(request: Request, service: Service, response_id: str) 
 
 async def cancel_response(request: Request, service: Service, response_id: str) -> Response:
     """End a response that runs in the background; one that has ended stays as it is."""
-    run = service.runs.find(request_info(request.scope).tenant, response_id)
+    run = service.runs.find(request_info(request.scope).tenant, response_id, API)
     resource = run.resource if run is not None else (await _stored(request, service, response_id)).resource
     if not resource["background"]:
         raise bad_request("Only background responses can be cancelled.", "response_id")
@@ -208,7 +209,7 @@ async def cancel_response(request: Request, service: Service, response_id: str) 
 
 
 async def list_input_items(request: Request, service: Service, response_id: str) -> Response:
-    run = service.runs.find(request_info(request.scope).tenant, response_id)
+    run = service.runs.find(request_info(request.scope).tenant, response_id, API)
     if run is not None and run.plan.stored:
         items = run.plan.request(run.prepared)["items"]
     else:
@@ -269,7 +270,7 @@ async def _read_call(request: Request, service: Service) -> Call:
 
 async def _previous_turn(service: Service, tenant: str, response_id: str) -> Turn:
     param = "previous_response_id"
-    run = service.runs.find(tenant, response_id)
+    run = service.runs.find(tenant, response_id, API)
     if run is not None and run.plan.stored and not run.ended:
         message = f"Previous response with id '{response_id[:80]}' is still in progress."
         raise bad_request(message, param, "previous_response_in_progress")

@@ -68,8 +68,10 @@ class Writer(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A request that has been checked. `prepare` runs in a worker and gives what the engine gets, `writer` what makes
-    the protocol's answer of it; `request` is stored beside the prompt."""
+    the protocol's answer of it; `request` is stored beside the prompt,
+    for `ttl` seconds or for good."""
 
+    api: str
     id: str
     model: str
     prepare: Callable[[], Prepared]
@@ -79,6 +81,7 @@ class Plan:
     stored: bool = True
     background: bool = False
     linger: float = 0.0
+    ttl: float | None = None
     param: str = "input"
 
 
@@ -262,13 +265,14 @@ class Runs:
             self._saver = self._spawn(self._save_regularly())
         return run
 
-    def find(self, tenant: str, id: str) -> Run | None:
-        """A run in progress, or one that has ended and somebody may come back to."""
-        return self._running.get((tenant, id))
+    def find(self, tenant: str, id: str, api: str) -> Run | None:
+        """A run of `api` that is in progress, or has ended and somebody may come back to."""
+        run = self._running.get((tenant, id))
+        return run if run is not None and run.plan.api == api else None
 
     async def delete(self, tenant: str, id: str) -> None:
         """Forget a stored run, which ends if it is in progress. Raises `NotFound`."""
-        run = self.find(tenant, id)
+        run = self._running.get((tenant, id))
         if run is not None:
             run.stop("cancelled")
             await run.done()
@@ -357,7 +361,13 @@ class Runs:
         request = {**plan.request(run.prepared), "resource": run.resource}
         try:
             self._conversations.begin(
-                run.tenant, run.id, run.prepared.prompt, model=plan.model, parent=plan.parent, request=request
+                run.tenant,
+                run.id,
+                run.prepared.prompt,
+                model=plan.model,
+                parent=plan.parent,
+                request=request,
+                ttl=plan.ttl,
             )
         except NotFound as error:
             raise ApiError(404, f"The conversation to go on with is gone: {error}", code="not_found") from None

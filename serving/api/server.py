@@ -94,6 +94,7 @@ def run(service: Service, sock: socket.socket, load: Load, on_ready: Callable[[]
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=math.ceil(_AFTER_CANCEL),
+        ws_max_size=service.config.max_body,
         ssl_certfile=tls.cert if tls else None,
         ssl_keyfile=tls.key if tls else None,
     )

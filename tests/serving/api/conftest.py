@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,7 +226,7 @@ class FakeEngine:
 class Api:
     """A running server, its engine, and a client for it."""
 
-    def __init__(self, config: ServerConfig, *, attached: bool = True) -> None:
+    def __init__(self, config: ServerConfig, *, attached: bool = True, tls: tuple[Path, Path] | None = None) -> None:
         self.engine = FakeEngine()
         self.model = SimpleNamespace(
             name="fake",
@@ -246,20 +247,24 @@ class Api:
             lifespan="off",
             access_log=False,
             timeout_graceful_shutdown=1,
+            ssl_certfile=tls[0] if tls else None,
+            ssl_keyfile=tls[1] if tls else None,
         )
         self.server = uvicorn.Server(uv)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         wait_for(lambda: self.server.started)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=10)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=10, verify=tls is None)
 
     def attach(self) -> None:
         self.service.attach(self.engine, self.model)
 
     def _run(self) -> None:
-        asyncio.run(self.server.serve())
+        with asyncio.Runner() as runner:
+            self.loop = runner.get_loop()
+            runner.run(self.server.serve())
 
     def close(self) -> None:
         self.client.close()
