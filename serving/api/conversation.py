@@ -46,6 +46,13 @@ class Conversation:
         except ValueError as error:
             raise unsupported(self.thinking_field, f"'{self.thinking_field}': {error}") from None
 
+    def until(self, loaded: Loaded, mark: str) -> list[int]:
+        """The ids of what the template writes before `mark`, which stands in a message. For a worker; raises
+        `ChatTemplateError`."""
+        assert loaded.thinker is not None
+        loaded.check_length((message["content"] for message in self.messages), self.field)
+        return loaded.thinker.encode(self.messages, thinking=False, tools=self.tools, until=mark)
+
     def _prepare(
         self, loaded: Loaded, params: SamplingParams, effort: Effort, messages: Messages, known: Known | None
     ) -> Prepared:

@@ -51,6 +51,7 @@ _UNSUPPORTED = {
     "agent": "agents are not supported; supported: model",
     "agent_config": "agents are not supported; supported: model",
     "webhook_config": "it is not supported; supported: to ask for the interaction",
+    "cached_content": "it is not supported here; supported: previous_interaction_id",
     "environment": "it is not supported; leave it out",
 }
 

@@ -22,8 +22,8 @@ from .errors import ApiError, unavailable
 from .eventlog import EventLog
 from .runs import REPLAY_BYTES, Writer
 from .service import Loaded, Service
-from .tool_calls import Tools, tool_format
-from .turns import Turn
+from .tool_calls import Tools
+from .turns import Turn, declared_tools
 
 Revive = Callable[[Loaded, Interaction], Writer]
 """A protocol's writer for a stored answer, as it was when the answer began."""
@@ -128,8 +128,7 @@ def _messages(conversations: Conversations, tenant: str, row: Interaction) -> Me
 
 def tools_of(loaded: Loaded, row: Interaction) -> Tools | None:
     """The tools that a stored answer could call."""
-    form, descriptions = tool_format(loaded.model.chat_template), row.request["tools"]
-    return Tools(form, descriptions) if form is not None and descriptions else None
+    return declared_tools(row.request["tools"], loaded)
 
 
 def thinking_of(row: Interaction) -> Thinking | None:

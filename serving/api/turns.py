@@ -15,6 +15,7 @@ from typing import Any
 from ...model.chat_template import Known
 from .conversation import Conversation, Messages
 from .service import Loaded
+from .tool_calls import Tools, tool_format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Turn:
     names: dict[str, str]
     messages: Callable[[], Messages]
     number: int
+
+
+def declared_tools(descriptions: list[dict[str, Any]] | None, loaded: Loaded) -> Tools | None:
+    """Tools that were declared earlier, as they were kept."""
+    form = tool_format(loaded.model.chat_template)
+    return Tools(form, descriptions) if form is not None and descriptions else None
 
 
 def conversation_of(
