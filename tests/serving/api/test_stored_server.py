@@ -75,7 +75,7 @@ def run_until_killed(client):
     client.process.wait(10)
     return {
         id: max(0, length - 120) for id, length in seen.items()
-    }  # half a second may be lost, and what is on its way
+    }  # half a second may be lost
 
 
 def run_until_stopped(client, path):
