@@ -10,6 +10,7 @@ import numpy as np
 
 from ...configs.engine import BLOCK, MAX_DRAFT
 from ...kernels.attention import KVPool
+from .grammars import Guide
 from .request import SOURCES, Emission, FinishReason, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
 
@@ -50,6 +51,7 @@ class Sequence:
     text: Channels | None
     root: bytes  # key that its chain of blocks starts from: same namespace, model and layers
     sources: int  # where its drafts may come from, 0: nowhere
+    guide: Guide | None = None  # through its grammar
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
     phase: Phase = Phase.WAITING
@@ -94,6 +96,14 @@ class Sequence:
     def exhausted(self) -> bool:
         """Whether the passes in flight reach the limit, if each brings no more than one token."""
         return self.position + self.in_flight >= self.limit
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the next step can choose tokens for it. One that follows a grammar waits for what the last step
+        chose, and for the masks that follow from it."""
+        if self.phase is not Phase.DECODE or self.exhausted:
+            return False
+        return self.guide is None or (self.in_flight == 0 and self.guide.steering is not None)
 
     @property
     def thinking(self) -> bool:
