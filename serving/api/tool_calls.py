@@ -1,7 +1,8 @@
 """Tool calls in the text of an answer.
 
 A model that was trained on tools writes its calls as text, in the form that its chat template asks for. `tool_format`
-finds that form in the template; `CallParser` takes the calls out of the text as it arrives. Knows no protocol.
+finds that form in the template, or gives a generic one that `tool_prompt.py` explains to the model; `CallParser` takes
+the calls out of the text as it arrives. Knows no protocol.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 _USES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b")
 
@@ -20,31 +21,51 @@ class ToolFormat:
 
     open: str
     close: str
+    native: bool = True
+    """Whether the chat template has tools in this form."""
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 """The form of Hermes, Qwen 2.5 and 3, and the models that follow them."""
+GENERIC = dataclasses.replace(HERMES, native=False)
+"""For models whose template has no tools, or has them in an unknown form."""
 
 
-def tool_format(template: Any) -> ToolFormat | None:
-    """How a model with this chat template writes calls; None if the template has no tools, or an unknown form."""
+def tool_format(template: Any) -> ToolFormat:
+    """How a model with this chat template writes calls."""
     source = getattr(template, "source", "")
-    if not _USES_TOOLS.search(source):
-        return None
     found = HERMES.open in source and HERMES.close in source and "arguments" in source
-    return HERMES if found and "<function=" not in source else None
+    return HERMES if _USES_TOOLS.search(source) and found and "<function=" not in source else GENERIC
+
+
+Mode = Literal["auto", "validated", "required"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """The functions that a model may call, as its template shows them: OpenAI's descriptions."""
+    """The functions that a model is told of, as templates show them: OpenAI's descriptions.
+
+    `mode`: the model may call, may call with valid arguments alone, or must call. `allowed` are the functions that it
+    may call, None: all. `parallel`: one that must call may do so several times. The arguments of `strict` functions are
+    valid in any mode.
+    """
 
     form: ToolFormat
     descriptions: list[dict[str, Any]]
+    mode: Mode = "auto"
+    allowed: frozenset[str] | None = None
+    parallel: bool = False
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The functions that may be called."""
+        functions = [one["function"] for one in self.descriptions]
+        return [one for one in functions if self.allowed is None or one["name"] in self.allowed]
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(one["function"]["name"] for one in self.descriptions)
+        return frozenset(one["name"] for one in self.callable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +84,14 @@ class BadCall:
 
 
 Piece = str | ToolCall | BadCall
+
+
+def written(piece: ToolCall | BadCall, form: ToolFormat) -> str:
+    """A call as the model wrote it, more or less."""
+    if isinstance(piece, BadCall):
+        return form.open + piece.text + (form.close if piece.ended else "")
+    body = json.dumps({"name": piece.name, "arguments": piece.arguments}, ensure_ascii=False)
+    return form.open + body + form.close
 
 
 class CallParser:

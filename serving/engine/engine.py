@@ -36,8 +36,8 @@ from ...kernels.sample import choice_seed
 from . import blocking, guiding
 from .blocking import Completion
 from .device import Device, Progress
-from .grammar import Grammar
-from .grammars import BadGrammar, Compiled, Grammars, Guide, Guides
+from .grammar import BadGrammar, Grammar
+from .grammars import Compiled, Grammars, Guide, Guides
 from .identity import CompilationCounter, numerics_class, system_fingerprint
 from .programs import Program, make_mesh, step_sizes
 from .request import (

@@ -12,6 +12,18 @@ GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 MAX_GRAMMAR = 200_000
 """Characters of a grammar's text."""
 
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way of writing JSON: no tokens are spent on white space, and a small model cannot lose itself in it."""
+
+
+class BadGrammar(ValueError):
+    """The grammar cannot be followed: it is wrong, nothing matches it, or it uses what is not supported. `field` is
+    where it came from."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...configs.machine import cores
-from .grammar import Grammar
+from .grammar import JSON_FORM, BadGrammar, Grammar
 from .request import FORCED
 
 if TYPE_CHECKING:
@@ -34,18 +34,6 @@ LIMITS = dict(
     max_lexer_states=100_000, max_grammar_size=200_000, verbose_errors=False,
 )  # fmt: skip
 """What a grammar may cost, in units of llguidance: a step takes tens of milliseconds at most."""
-
-JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way of writing JSON: no tokens are spent on white space, and a small model cannot lose itself in it."""
-
-
-class BadGrammar(ValueError):
-    """The grammar cannot be followed: it is wrong, nothing matches it, or it uses what is not supported. `field` is
-    where it came from."""
-
-    def __init__(self, message: str, field: str = "") -> None:
-        super().__init__(message)
-        self.field = field
 
 
 @dataclasses.dataclass(frozen=True)

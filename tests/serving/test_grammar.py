@@ -17,8 +17,7 @@ from umbra.configs.engine import EngineConfig
 from umbra.model.load import Model
 from umbra.serving.engine import Engine, Grammar, SamplingParams
 from umbra.serving.engine.blocking import Completion
-from umbra.serving.engine.grammar import MAX_GRAMMAR
-from umbra.serving.engine.grammars import BadGrammar
+from umbra.serving.engine.grammar import MAX_GRAMMAR, BadGrammar
 from umbra.serving.engine.thoughts import Thinking
 
 SCHEMAS = int(os.environ.get("UMBRA_SCHEMAS", "12"))
