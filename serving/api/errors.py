@@ -115,6 +115,7 @@ _PARAMETERS = (
     "logit_bias",
     "logprobs",
     "stop_token_ids",
+    "ignore_eos",
     "stop",
 )
 

@@ -99,7 +99,8 @@ def structured_output(config: GenerationConfig, where: str = _CONFIG) -> Grammar
     if kind not in ("", "text/plain", "application/json", "text/x.enum"):
         supported = "text/plain, application/json, text/x.enum"
         raise invalid(f"{where}.responseMimeType", f"got {kind[:40]!r}; supported: {supported}")
-    given = [name for name in ("response_schema", "response_json_schema", "response_format") if getattr(config, name)]
+    fields = ("response_schema", "response_json_schema", "response_format")
+    given = [name for name in fields if getattr(config, name) is not None]
     if len(given) > 1:
         raise invalid(f"{where}.{to_camel(given[1])}", f"it cannot be given together with {to_camel(given[0])}")
     if given == ["response_format"]:

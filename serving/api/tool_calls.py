@@ -12,6 +12,7 @@ import json
 import re
 from typing import Any, Literal
 
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 _USES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b")
 
 
@@ -111,8 +112,9 @@ class CallParser:
         """What has become certain."""
         out: list[Piece] = []
         self._held += text
-        while (marker := self._form.close if self._inside else self._form.open) in self._held:
-            before, _, self._held = self._held.partition(marker)
+        while (at := self._marker()) >= 0:
+            marker = self._form.close if self._inside else self._form.open
+            before, self._held = self._held[:at], self._held[at + len(marker) :]
             if self._inside:
                 out.append(_call(before))
                 self._after_call = True
@@ -120,7 +122,7 @@ class CallParser:
                 self._text(out, before.rstrip())
             self._inside = not self._inside
         if not self._inside:
-            sure = self._certain(self._held, marker)
+            sure = self._certain(self._held, self._form.open)
             self._text(out, self._held[:sure])
             self._held = self._held[sure:]
         return out
@@ -128,11 +130,24 @@ class CallParser:
     def finish(self) -> list[Piece]:
         """What was held back."""
         held, self._held = self._held, ""
+        out: list[Piece] = []
+        if self._inside and self._form.close in held:  # all of them in what looks like a string that never ends
+            before, _, rest = held.partition(self._form.close)
+            self._inside, self._after_call = False, True
+            return [_call(before), *self.push(rest), *self.finish()]
         if self._inside:
             return [_call(held, ended=False)]
-        out: list[Piece] = []
         self._text(out, held)
         return out
+
+    def _marker(self) -> int:
+        """Where the next marker is, -1 for nowhere. One within a string of a call is none."""
+        if not self._inside:
+            return self._held.find(self._form.open)
+        at = self._held.find(self._form.close)
+        while at >= 0 and _ESCAPED.sub("", self._held[:at]).count('"') % 2:
+            at = self._held.find(self._form.close, at + 1)
+        return at
 
     def _text(self, out: list[Piece], text: str) -> None:
         if self._after_call:
