@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from ...configs.engine import BLOCK, NULL_BLOCK
 from .. import numerics
-from ..rows import rms_norm, rotate
+from ..rows import rms_norm, rotate, spread
 from .pool import KVPool
 
 if TYPE_CHECKING:
@@ -56,19 +56,23 @@ def attention(
 ) -> AttentionResult:
     from .api import AttentionResult
 
-    q, k = prepared(q, layer, angles, q_norm), prepared(k, layer, angles, k_norm)
+    quantised = pool.scales is not None
+    q, k = prepared(q, layer, angles, q_norm, quantised), prepared(k, layer, angles, k_norm, quantised)
     pool = write_kv(pool, layer, k, v, queries)
     out, lse, mass = attend(q, pool, layer, queries, scale=scale, window=window, softcap=softcap, want=want)
     return AttentionResult(out, pool, lse, mass)
 
 
-def prepared(x: jax.Array, layer: jax.Array, angles: jax.Array | None, norm: Norm | None) -> jax.Array:
-    """Queries or keys `[T, heads, H]`, normalised and rotated, float32."""
+def prepared(
+    x: jax.Array, layer: jax.Array, angles: jax.Array | None, norm: Norm | None, quantised: bool
+) -> jax.Array:
+    """Queries or keys `[T, heads, H]`, normalised and rotated, float32; those of a `quantised` pool also spread."""
     x = x.astype(jnp.float32)
     if norm is not None:
         weight, eps = norm
         x = rms_norm(x, lax.dynamic_index_in_dim(weight, layer, 0, keepdims=False), eps)
-    return x if angles is None else rotate(x, angles)
+    x = x if angles is None else rotate(x, angles)
+    return spread(x) if quantised else x
 
 
 def quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:

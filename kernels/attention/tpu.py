@@ -68,8 +68,8 @@ def attention(
     elif (work.sizes, len(work.tables)) != _sizes(queries, pool, q.shape[1], want, hot):
         raise ValueError("attention was handed a plan that was made for other queries, results or staged blocks")
     sizes, H = work.sizes, q.shape[2]
-    q = reference.prepared(q, layer, angles, q_norm) * scale
-    k = reference.prepared(k, layer, angles, k_norm)
+    q = reference.prepared(q, layer, angles, q_norm, sizes.quantised) * scale
+    k = reference.prepared(k, layer, angles, k_norm, sizes.quantised)
     fresh, fresh_scales = _fresh(k, v.astype(jnp.float32), sizes)
     if sizes.joint:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, H)))  # the value's half of a row of the pool

@@ -155,6 +155,27 @@ def prepared(x: np.ndarray, angles: np.ndarray | None, norm: tuple[np.ndarray, f
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
 
 
+def hadamard(size: int) -> np.ndarray:
+    """The orthonormal transform that queries and keys of an int8 pool go through."""
+    part = size & -size
+    matrix = np.ones((1, 1))
+    while len(matrix) < part:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.kron(np.eye(size // part), matrix / np.sqrt(part))
+
+
+def spread(x: np.ndarray) -> np.ndarray:
+    """The same in float32, its sums in the order in which the kernels add."""
+    x, size, step = x.copy(), x.shape[-1], 1
+    part = size & -size
+    while step < part:
+        for i in range(0, size, 2 * step):
+            a, b = x[..., i : i + step].copy(), x[..., i + step : i + 2 * step].copy()
+            x[..., i : i + step], x[..., i + step : i + 2 * step] = a + b, a - b
+        step *= 2
+    return x * np.float32(part**-0.5)
+
+
 def stored(pool: KVPool, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values `[P, K, H]`, float64, of a block as they were stored."""
     kv = np.asarray(pool.values[block, LAYER]).astype(np.float64).swapaxes(0, 1)
@@ -169,6 +190,8 @@ def oracle(step: Step, pool: KVPool) -> AttentionResult:
     """Attention over `pool`, which holds the step's keys and values."""
     case, queries = step.case, step.queries
     q = prepared(step.q, step.angles, step.q_norm)
+    if pool.scales is not None:
+        q = q @ hadamard(q.shape[-1])
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     mass = np.zeros((len(q), queries.tables.shape[1]))
     for t in range(int(queries.n_tokens)):
@@ -250,7 +273,8 @@ def test_writes_exactly_the_new_tokens(backend: str, dtype: str) -> None:
     for t in range(int(step.queries.n_tokens)):
         p = int(step.queries.positions[t])
         block = int(step.queries.tables[int(step.queries.slots[t]), p // BLOCK])
-        store(expected, block, np.stack([step.k[t], step.v[t]], 1)[None], p % BLOCK)
+        k = step.k[t] if step.pool.scales is None else spread(step.k[t])
+        store(expected, block, np.stack([k, step.v[t]], 1)[None], p % BLOCK)
     got = call(step, backend).pool
     jax.tree.map(lambda a, b: assert_same_bits(a[1:], b[1:]), got, expected)  # the null block takes padding
 

@@ -47,6 +47,7 @@ FUNCTION(arithmetic, fma(x, set(1.25f), abs(x) / set(3.0f)) - sqrt(abs(x)) * neg
 FUNCTION(ordered, max(min(x, set(1.0f)), set(-1.0f)) + max(set(0.0f), x) + min(set(0.0f), x))
 FUNCTION(selected, select((lt(x, set(0.5f)) & ge(x, zero())) | eq(x, set(2.0f)) | le(x, set(-1.0f)), x, neg(x)))
 FUNCTION(integers, from_bits(rotl<7>(bits(x)) ^ (sar<3>(bits(x)) + shr<5>(bits(x)) * iota() - shl<2>(bits(x)))))
+FUNCTION(pairs, paired<8>(paired<4>(paired<2>(paired<1>(x)))))
 FUNCTION(sums, set(sum(x)) + set(max(x)) + to_float(iset(sum(trunc(x)))))
 FUNCTION(masks, set(mask_bits(gt(x, zero()) & first(11)) + (any(gt(bits(x), iota())) ? 1 : 0)))
 
@@ -176,6 +177,14 @@ def test_rounding(library):
 def test_every_instruction_set_gives_the_same_bits(library, name):
     x = spread()
     on_every_isa(library, name, x[~np.isnan(x)] if name == "arithmetic" else x)
+
+
+def test_pairs_are_a_hadamard_transform(library):
+    x, got = on_every_isa(library, "pairs", np.random.default_rng(0).standard_normal(160).astype(np.float32))
+    matrix = np.ones((1, 1))
+    while len(matrix) < 16:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    np.testing.assert_allclose(got.reshape(-1, 16), x.reshape(-1, 16) @ matrix, rtol=1e-5, atol=1e-5)
 
 
 def test_sums_and_masks(library):

@@ -1,7 +1,7 @@
 // The attention kernels, compiled once per instruction set; attention.h says what they do.
 //
-// int8 pools: a query becomes 15-bit integers with one scale, weights (times the scale of their value) 15-bit integers
-// with one scale for `kSpan` tokens. Products are summed as int32, which is exact, so that no order has a say in it.
+// int8 pools: queries and keys are spread (see `spread`). A query becomes 15-bit integers with one scale, weights (times
+// the scale of their value) 15-bit integers with one scale for `kSpan` tokens. Products are summed as int32, which is exact, so that no order has a say in it.
 // Float pools: the products of a query and a key are 16 partial sums (entries i, i + 16, ...), added as `sum` does;
 // values are added token by token.
 #include <type_traits>
@@ -106,6 +106,39 @@ UMBRA_INLINE void prepare(const AttentionHead& head, const float* x, const float
   }
 }
 
+// The Hadamard transform of `row` [size], in parts of the largest power of two that divides its size: products of two
+// rows stay the same, and an entry that is far greater than the others is spread over all of them.
+UMBRA_INLINE void spread(float* row, int size) {
+  const int part = size & -size;
+  const F factor = set(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(part))));
+  int step = 1;
+  if (part >= kLanes) {
+    for (int c = 0; c < size; c += kLanes) {
+      store(row + c, paired<8>(paired<4>(paired<2>(paired<1>(load(row + c))))));
+    }
+    for (step = kLanes; step < part; step *= 2) {
+      for (int at = 0; at < size; at += 2 * step) {
+        for (int c = at; c < at + step; c += kLanes) {
+          const F a = load(row + c), b = load(row + c + step);
+          store(row + c, a + b);
+          store(row + c + step, a - b);
+        }
+      }
+    }
+  }
+  for (; step < part; step *= 2) {  // parts of less than 16
+    for (int c = 0; c < size; ++c) {
+      if (c & step) continue;
+      const float a = row[c], b = row[c + step];
+      row[c] = a + b, row[c + step] = a - b;
+    }
+  }
+  for (int c = 0; c < size; c += kLanes) {
+    const int n = size - c < kLanes ? size - c : kLanes;
+    store(row + c, load(row + c, n) * factor, n);
+  }
+}
+
 UMBRA_INLINE float greatest(const float* row, int padded) {
   F top = zero();
   for (int c = 0; c < padded; c += kLanes) top = max(top, abs(load(row + c)));
@@ -123,6 +156,7 @@ void query(const AttentionHead& head, const float* x, const float* weight, float
   } else {
     float row[kMaxHead];
     prepare(head, x, weight, eps, turn, row);
+    spread(row, head.size);
     const float top = greatest(row, head.padded);
     const F inverse = set(top > kTiny ? kInt16 / top : 0.0f);
     int16_t* const to = static_cast<int16_t*>(wide);
@@ -169,6 +203,7 @@ void store_kv(const AttentionHead& head, const float* k, const float* v, const f
   auto* const to = static_cast<typename Kv::Stored*>(values);
   float row[kMaxHead];
   prepare(head, k, weight, eps, turn, row);
+  if constexpr (sizeof(typename Kv::Stored) == 1) spread(row, head.size);
   store_row(row, head, to, k_scale);
   widen(v, head.size, head.padded, row);
   store_row(row, head, to + head.size, v_scale);

@@ -60,6 +60,13 @@ UMBRA_INLINE F exp(F x) {
   return select(le(x, set(kLow)), zero(), scaled);
 }
 
+// a + b in the lanes of a, a - b in those of b, for all pairs of lanes a, b that lie `step` (1, 2, 4 or 8) apart.
+template <int step>
+UMBRA_INLINE F paired(F x) {
+  constexpr int kToSign = step == 1 ? 31 : step == 2 ? 30 : step == 4 ? 29 : 28;
+  return exchanged<step>(x) + from_bits(bits(x) ^ shl<kToSign>(iota() & iset(step)));
+}
+
 // Hyperbolic tangent within 2e-7.
 UMBRA_INLINE F tanh(F x) { return set(1.0f) - set(2.0f) / (exp(x + x) + set(1.0f)); }
 

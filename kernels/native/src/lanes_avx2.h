@@ -79,6 +79,15 @@ UMBRA_INLINE I rotl(I x) {
   return shl<N>(x) | shr<32 - N>(x);
 }
 
+// Each lane with what is in the lane `step` (1, 2, 4 or 8) away, of the same 2 * step lanes.
+template <int step>
+UMBRA_INLINE F exchanged(F x) {
+  if constexpr (step == 8) return {x.b, x.a};
+  if constexpr (step == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+  constexpr int kOrder = step == 2 ? 0x4E : 0xB1;
+  return {_mm256_permute_ps(x.a, kOrder), _mm256_permute_ps(x.b, kOrder)};
+}
+
 UMBRA_INLINE I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 UMBRA_INLINE F from_bits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 UMBRA_INLINE F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }

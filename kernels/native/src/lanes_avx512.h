@@ -58,6 +58,14 @@ UMBRA_INLINE I rotl(I x) {
   return {_mm512_rol_epi32(x.a, N)};
 }
 
+// Each lane with what is in the lane `step` (1, 2, 4 or 8) away, of the same 2 * step lanes.
+template <int step>
+UMBRA_INLINE F exchanged(F x) {
+  constexpr int kOrder = step == 8 || step == 2 ? 0x4E : 0xB1;
+  if constexpr (step >= 4) return {_mm512_shuffle_f32x4(x.a, x.a, kOrder)};
+  return {_mm512_permute_ps(x.a, kOrder)};
+}
+
 UMBRA_INLINE I bits(F x) { return {_mm512_castps_si512(x.a)}; }
 UMBRA_INLINE F from_bits(I x) { return {_mm512_castsi512_ps(x.a)}; }
 UMBRA_INLINE F to_float(I x) { return {_mm512_cvtepi32_ps(x.a)}; }

@@ -70,6 +70,10 @@ UMBRA_INLINE I rotl(I x) {
   return shl<N>(x) | shr<32 - N>(x);
 }
 
+// Each lane with what is in the lane `step` (1, 2, 4 or 8) away, of the same 2 * step lanes.
+template <int step>
+UMBRA_INLINE F exchanged(F x) { UMBRA_EACH(F, x.v[i ^ step]); }
+
 UMBRA_INLINE I bits(F x) {
   I result;
   std::memcpy(result.v, x.v, sizeof(x.v));
