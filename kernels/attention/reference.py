@@ -63,9 +63,7 @@ def attention(
     return AttentionResult(out, pool, lse, mass)
 
 
-def prepared(
-    x: jax.Array, layer: jax.Array, angles: jax.Array | None, norm: Norm | None, quantised: bool
-) -> jax.Array:
+def prepared(x: jax.Array, layer: jax.Array, angles: jax.Array | None, norm: Norm | None, quantised: bool) -> jax.Array:
     """Queries or keys `[T, heads, H]`, normalised and rotated, float32; those of a `quantised` pool also spread."""
     x = x.astype(jnp.float32)
     if norm is not None:
