@@ -10,6 +10,8 @@ from ..effort import Effort, Prepared, prepare
 from ..engine.request import SamplingParams
 from .errors import bad_request, unsupported
 from .service import Loaded
+from .tool_calls import tool_format
+from .tool_prompt import told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Conversation:
         """The conversation and the start of the model's turn as token ids, and how it thinks, which depends on their
         number. Takes time: for a worker."""
         assert loaded.thinker is not None, "see check_model"
-        loaded.check_length((message["content"] for message in self.messages), self.field)
-        context, tools = loaded.engine.context_length, self.tools
+        texts = (message.get(name, "") for message in self.messages for name in ("content", "reasoning_content"))
+        loaded.check_length(texts, self.field)
+        context, messages, tools = loaded.engine.context_length, self.messages, self.tools
+        form = tool_format(loaded.model.chat_template)
+        if not form.native:
+            messages, tools = told(messages, tools, form), None
         try:
-            return prepare(
-                loaded.thinker, context, self.messages, params, effort, policies=loaded.policies, tools=tools
-            )
+            return prepare(loaded.thinker, context, messages, params, effort, policies=loaded.policies, tools=tools)
         except ChatTemplateError as error:
             raise bad_request(f"The model's chat template refused the {self.field}: {error}", self.field) from None
         except ValueError as error:

@@ -20,6 +20,7 @@ from .errors import ApiError, bad_request, model_not_found, unsupported
 from .gemini_answers import Candidate, text_tokens, usage_metadata
 from .gemini_contents import check_count, messages_of
 from .gemini_options import (
+    answer_form,
     candidates_of,
     check_body,
     check_output,
@@ -33,7 +34,7 @@ from .middleware import request_info
 from .reporting import effort_notes, google_headers, outcome, timing_headers
 from .service import Loaded, Service, failure, gather
 from .stream import EventStream, Watch
-from .tool_calls import Tools, tool_format
+from .tool_calls import Tools
 
 METHODS = ("generateContent", "streamGenerateContent", "countTokens")
 """What can be asked of a model."""
@@ -149,17 +150,17 @@ def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, wher
     name = f"{where}generationConfig"
     check_output(config, name)
     tools = tools_of(body.tools, body.tool_config, loaded, where)
-    calls = tool_format(loaded.model.chat_template) is not None
+    form = answer_form(config, tools, name)
     field, thinking = f"{where}contents", config.thinking_config
     return Call(
         loaded=loaded,
         conversation=Conversation(
-            messages_of(body.contents, body.system_instruction, where=field, calls=calls),
+            messages_of(body.contents, body.system_instruction, where=field),
             None if tools is None else tools.descriptions,
             field=field,
             thinking_field=f"{name}.thinkingConfig",
         ),
-        params=sampling_params(config, service, loaded, name),
+        params=dataclasses.replace(sampling_params(config, service, loaded, name), grammar=form),
         effort=effort_of(thinking, service.config.level, f"{name}.thinkingConfig"),
         candidates=candidates_of(config, service, loaded, name),
         show_thoughts=thinking is not None and bool(thinking.include_thoughts),
