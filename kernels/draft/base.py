@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from ...configs.engine import MAX_DRAFT
@@ -148,3 +149,12 @@ class Drafts(NamedTuple):
     """float32 [B, J]: that the trunk chooses this token, given that it chose all before it; 0 where there is none."""
     length: Array
     """int32 [B]"""
+
+    @classmethod
+    def none(cls, slots: int) -> Drafts:
+        """Nothing drafted for any of the slots."""
+        shape = (slots, MAX_DRAFTS)
+        return cls(
+            jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32),
+            jnp.zeros(slots, jnp.int32),
+        )  # fmt: skip

@@ -15,7 +15,8 @@ from .base import Choice, RowParams
 def choose_rows(logits: Array, rows: RowParams, active: Array, *, backend: Backend) -> Choice:
     """Chooses for the rows of `logits` float32 [R, V] where `active` bool [R] is set.
 
-    The fields of `rows` and of the result have a leading axis [R], but for `rows.counts` int32 [B, V]. Rows that are
+    The fields of `rows` and of the result have a leading axis [R], but for `rows.counts` int32 [B, V] and
+    `rows.masks` uint32 [M, ceil(V / 32)]. Rows that are
     not active get `Choice.none` and cost nothing. Every backend gives the bits of `reference.choose`, row by row.
     """
     if backend == "cpu":

@@ -1,6 +1,6 @@
 """The contract of the sampling kernel: what a row brings and what it gets back.
 
-Letters: B slots, R rows, J drafted tokens, V vocabulary.
+Letters: B slots, M masks, R rows, J drafted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class RowParams(NamedTuple):
     """How one row chooses its token: array values, so that any mix of requests runs the same program.
 
     Shapes are those of one row; `choose_rows` takes all rows at once, with a leading axis [R]. Only `counts` belong to
-    slots, several rows of which may choose in one pass: there they are [B, V].
+    slots, several rows of which may choose in one pass: there they are [B, V]; and masks are listed: there they are
+    [M, ceil(V / 32)], at least one.
     """
 
     temperature: Array
@@ -51,6 +52,10 @@ class RowParams(NamedTuple):
     """float32, as long as `bias_ids`; added to the logits of those tokens."""
     n_logprobs: Array
     """int32 []; -1: no log-probabilities, 0: the chosen token's, more: also the most likely tokens'."""
+    mask: Array
+    """int32 []; which of the `masks` says what may be chosen, below 0: anything may."""
+    masks: Array
+    """uint32 [ceil(V / 32)]; a set bit allows a token, the lowest bit of a word the token with the lowest id."""
 
 
 class Choice(NamedTuple):

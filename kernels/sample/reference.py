@@ -1,7 +1,7 @@
 """The sampling kernel in plain JAX: one row of logits in, one token out, no sort over the vocabulary.
 
-The order is: penalties and bias, temperature, top-k, top-p, min-p, then the largest sum of log-probability and
-Gumbel noise.
+The order is: penalties and bias, the mask, temperature, top-k, top-p, min-p, then the largest sum of log-probability
+and Gumbel noise.
 
 Top-k and top-p keep {x >= t} for a threshold t found by bisection on the int32 keys of the float32 values, so it is
 exact: the largest t whose set has k members, or the mass asked for. Values equal to t all stay, so a tie at the
@@ -42,8 +42,9 @@ def choose_rows(logits: Array, rows: RowParams, active: Array) -> Choice:
 
     def row(r: Array, choices: Choice) -> Choice:
         def store() -> Choice:
-            own = jax.tree.map(lambda field: field[r], rows._replace(counts=rows.slot))
-            one = choose(logits[r], own._replace(counts=rows.counts[own.slot]))
+            own = jax.tree.map(lambda field: field[r], rows._replace(counts=rows.slot, masks=rows.slot))
+            mask = rows.masks[jnp.clip(own.mask, 0, len(rows.masks) - 1)]
+            one = choose(logits[r], own._replace(counts=rows.counts[own.slot], masks=mask))
             return jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, r, 0), choices, one)
 
         return lax.cond(active[r], store, lambda: choices)
@@ -54,7 +55,7 @@ def choose_rows(logits: Array, rows: RowParams, active: Array) -> Choice:
 def choose(logits: Array, row: RowParams) -> Choice:
     """The token of one row: `logits` float32 [V] -> `Choice`."""
     raw = _clean(logits)
-    changed = _clean(_with_bias(_with_penalties(raw, row), row))
+    changed = _allowed(_clean(_with_bias(_with_penalties(raw, row), row)), row)
     greedy = ~(row.temperature >= MIN_NORMAL)
     # A branch's result is an array in memory: the noise is not computed inside the (scalar) search for the maximum.
     scores = lax.cond(greedy, lambda: changed, lambda: _noisy_scores(changed, row))
@@ -97,6 +98,16 @@ def _with_bias(x: Array, row: RowParams) -> Array:
         return x.at[ids].add(row.bias_values, mode="drop")
 
     return lax.cond(jnp.any(row.bias_ids >= 0), biased, lambda: x)
+
+
+def _allowed(x: Array, row: RowParams) -> Array:
+    """`x` with -inf for the tokens that the row's mask excludes."""
+
+    def masked() -> Array:
+        bits = row.masks[:, None] >> jnp.arange(32, dtype=jnp.uint32) & np.uint32(1)
+        return jnp.where(bits.reshape(-1)[: x.shape[0]] > 0, x, _NEG_INF)
+
+    return lax.cond(row.mask >= 0, masked, lambda: x)
 
 
 def _below_max(x: Array) -> Array:

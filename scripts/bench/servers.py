@@ -67,6 +67,10 @@ class Server:
             self.url = found.group(1).rstrip("/")
         return found is not None
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def model(self) -> str:
         """The model's name in requests."""
         return str(httpx.get(f"{self.url}/v1/models", timeout=30.0).json()["data"][0]["id"])

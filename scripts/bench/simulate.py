@@ -30,8 +30,8 @@ HISTORIES = (1024, 2048, 4096, 7680)
 """The first and the last are fitted to, the others predicted."""
 
 TOLERANCE = 0.25
-PREFILLS = ((0, 256), (0, 1024), (2048, 256), (2048, 1024), (6144, 1024))
-"""(tokens before, prompt tokens): times that compute and attention are fitted to."""
+PREFILLS = ((0, 1), (0, 4), (4, 1), (4, 4), (12, 4))
+"""(tokens before, prompt tokens), in sixteenths of the longest history: what compute and attention are fitted to."""
 
 NEW = 32
 REPEATS = 3
@@ -75,19 +75,20 @@ def _measure(plan: Plan, worker: Worker, folder: str, say: Say) -> dict[str, Any
     """Seconds to the first token: `prefills` by (before, tokens), `resumed` by (tier, history); of a step; of loads."""
     say(f"loading {plan.model}")
     worker.load(our_setup(plan))
-    longest = max([*plan.histories, *(sum(each) for each in PREFILLS)]) + NEW + 16
+    longest = max(plan.histories) + NEW + 128
+    part = max(plan.histories) // 16
     cache = {"disk_quota": 64 * GIB, "memory": 4 * GIB, "disk_reserve": 0, "load_margin": 1e-9}
     worker.settings |= worker.call("start", folder, cache, longest, 3.0, 2)
     encoded = worker.call("encode", [prompt.turns[0] for prompt in load_prompts(plan.prompts)])
     flat = [token for ids in encoded for token in ids]
     text = (flat * -(-longest // len(flat)))[:longest]
-    prefills: dict[tuple[int, int], list[float]] = {each: [] for each in PREFILLS}
+    prefills: dict[tuple[int, int], list[float]] = {(before * part, n * part): [] for before, n in PREFILLS}
     resumed: dict[tuple[str, int], list[float]] = {}
     loads: dict[tuple[str, int], list[float]] = {}
     steps = []
     for number in range(REPEATS):
         say(f"prompts, {number + 1} of {REPEATS}")
-        for before, tokens in PREFILLS:
+        for before, tokens in prefills:
             who = f"{number} {before} {tokens}"
             if before:
                 worker.call("ask", text[: before + 1], 1, who, "nothing")

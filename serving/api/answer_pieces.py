@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic_core import to_json
-
 from ..engine.request import Emission
-from .tool_calls import BadCall, CallParser, Piece, ToolCall, Tools
+from .tool_calls import CallParser, Piece, ToolCall, Tools, written
 
 
 class Pieces:
@@ -32,11 +30,6 @@ class Pieces:
 
     def _usable(self, piece: Piece) -> str | ToolCall:
         assert self._tools is not None
-        form = self._tools.form
-        if isinstance(piece, str):
+        if isinstance(piece, str) or (isinstance(piece, ToolCall) and piece.name in self._tools.names):
             return piece
-        if isinstance(piece, BadCall):
-            return form.open + piece.text + (form.close if piece.ended else "")
-        if piece.name in self._tools.names:
-            return piece
-        return form.open + to_json({"name": piece.name, "arguments": piece.arguments}).decode() + form.close
+        return written(piece, self._tools.form)

@@ -196,7 +196,7 @@ def _conversation(body: CachedBody, loaded: Loaded) -> tuple[Conversation, str]:
     check_model(loaded)
     tools = tools_of(body.tools, body.tool_config, loaded)
     if body.contents:
-        messages = messages_of(body.contents, body.system_instruction, where="contents", calls=True)
+        messages = messages_of(body.contents, body.system_instruction, where="contents")
     else:
         text = system_text(body.system_instruction, "systemInstruction") if body.system_instruction else ""
         if not text:

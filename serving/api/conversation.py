@@ -11,6 +11,8 @@ from ..effort import Effort, Prepared, prepare
 from ..engine.request import SamplingParams
 from .errors import bad_request, unsupported
 from .service import Loaded
+from .tool_calls import tool_format
+from .tool_prompt import told
 
 Messages = list[dict[str, Any]]
 
@@ -33,7 +35,8 @@ class Conversation:
         """The conversation and the start of the model's turn as token ids, and how it thinks, which depends on their
         number. Takes time: for a worker."""
         assert loaded.thinker is not None, "see check_model"
-        loaded.check_length((message["content"] for message in self.messages), self.field)
+        texts = (message.get(name, "") for message in self.messages for name in ("content", "reasoning_content"))
+        loaded.check_length(texts, self.field)
         try:
             try:
                 return self._prepare(loaded, params, effort, self.messages, self.known)
@@ -51,12 +54,19 @@ class Conversation:
         `ChatTemplateError`."""
         assert loaded.thinker is not None
         loaded.check_length((message["content"] for message in self.messages), self.field)
-        return loaded.thinker.encode(self.messages, thinking=False, tools=self.tools, until=mark)
+        messages, tools = self._shown(loaded, self.messages)
+        return loaded.thinker.encode(messages, thinking=False, tools=tools, until=mark)
+
+    def _shown(self, loaded: Loaded, messages: Messages) -> tuple[Messages, list[dict[str, Any]] | None]:
+        """Messages and tools as the chat template knows them."""
+        form = tool_format(loaded.model.chat_template)
+        return (messages, self.tools) if form.native else (told(messages, self.tools, form), None)
 
     def _prepare(
         self, loaded: Loaded, params: SamplingParams, effort: Effort, messages: Messages, known: Known | None
     ) -> Prepared:
         assert loaded.thinker is not None
+        messages, tools = self._shown(loaded, messages)
         return prepare(
             loaded.thinker,
             loaded.engine.context_length,
@@ -64,7 +74,7 @@ class Conversation:
             params,
             effort,
             policies=loaded.policies,
-            tools=self.tools,
+            tools=tools,
             **({} if known is None else {"known": known}),
         )
 

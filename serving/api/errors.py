@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ..engine import EngineStopped, PromptTooLong, QueueFull
+from ..engine.grammar import BadGrammar
 
 MAX_MESSAGE = 500
 CLIENT_CLOSED = 499
@@ -91,6 +92,9 @@ def from_engine(error: Exception, prompt_param: str) -> Exception:
         )
     if isinstance(error, PromptTooLong):
         return context_exceeded(prompt_param, str(error.prompt_tokens), error.context_length)
+    if isinstance(error, BadGrammar):
+        field = error.field or prompt_param
+        return bad_request(f"Invalid '{field}': {error}.", field, "invalid_value")
     if isinstance(error, ValueError):
         return from_value_error(error)
     if isinstance(error, EngineStopped):
@@ -111,6 +115,7 @@ _PARAMETERS = (
     "logit_bias",
     "logprobs",
     "stop_token_ids",
+    "ignore_eos",
     "stop",
 )
 

@@ -21,6 +21,7 @@ from .errors import ApiError, bad_request, model_not_found, unsupported
 from .gemini_answers import Candidate, text_tokens, usage_metadata
 from .gemini_contents import check_count, messages_of
 from .gemini_options import (
+    answer_form,
     candidates_of,
     check_body,
     check_output,
@@ -34,7 +35,7 @@ from .middleware import request_info
 from .reporting import effort_notes, google_headers, outcome, timing_headers
 from .service import Loaded, Service, failure, gather
 from .stream import EventStream, Watch
-from .tool_calls import Tools, tool_format
+from .tool_calls import Tools
 from .turns import declared_tools
 
 METHODS = ("generateContent", "streamGenerateContent", "countTokens")
@@ -165,9 +166,8 @@ def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, tena
     name = f"{where}generationConfig"
     check_output(config, name)
     tools = tools_of(body.tools, body.tool_config, loaded, where)
-    calls = tool_format(loaded.model.chat_template) is not None
     field, thinking = f"{where}contents", config.thinking_config
-    messages = messages_of(body.contents, body.system_instruction, where=field, calls=calls)
+    messages = messages_of(body.contents, body.system_instruction, where=field)
     fields = {"field": field, "thinking_field": f"{name}.thinkingConfig"}
     cached = 0
     if body.cached_content is not None:
@@ -180,7 +180,9 @@ def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, tena
         loaded=loaded,
         conversation=conversation,
         cached=cached,
-        params=sampling_params(config, service, loaded, name),
+        params=dataclasses.replace(
+            sampling_params(config, service, loaded, name), grammar=answer_form(config, tools, name)
+        ),
         effort=effort_of(thinking, service.config.level, f"{name}.thinkingConfig"),
         candidates=candidates_of(config, service, loaded, name),
         show_thoughts=thinking is not None and bool(thinking.include_thoughts),

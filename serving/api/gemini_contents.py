@@ -40,14 +40,11 @@ def check_count(contents: Any, loaded: Loaded) -> None:
         raise context_exceeded("contents", f"at least {len(contents) // _CONTENTS_PER_TOKEN}", most)
 
 
-def messages_of(
-    contents: Sequence[Content] | None, system: Content | None, *, where: str, calls: bool
-) -> list[dict[str, Any]]:
-    """The messages of a request whose contents stand in the field `where` (`contents`, with a prefix perhaps).
-    `calls`: whether calls and their results can be told to the model."""
+def messages_of(contents: Sequence[Content] | None, system: Content | None, *, where: str) -> list[dict[str, Any]]:
+    """The messages of a request whose contents stand in the field `where` (`contents`, with a prefix perhaps)."""
     if not contents:
         raise bad_request(f"* {where}: contents is not specified", where, "missing_field")
-    turns = _Turns(calls)
+    turns = _Turns()
     if system is not None and (text := system_text(system, where.replace("contents", "systemInstruction"))):
         turns.out.append({"role": "system", "content": text})
     for i, content in enumerate(contents):
@@ -70,9 +67,8 @@ def system_text(system: Content, where: str) -> str:
 class _Turns:
     """Messages under construction: parts of one role in a row share a message."""
 
-    def __init__(self, calls: bool) -> None:
+    def __init__(self) -> None:
         self.out: list[dict[str, Any]] = []
-        self._calls = calls
         self._role = ""
         self._texts: list[str] = []
         self._turn_calls: list[dict[str, Any]] = []
@@ -96,9 +92,6 @@ class _Turns:
             return
         if part.text is not None:
             self._texts.append(part.text)
-        elif not self._calls:
-            kind = "functionCall" if part.function_call is not None else "functionResponse"
-            raise unsupported(f"{where}.{kind}", f"'{where}.{kind}': the model has no tools; supported: text")
         elif part.function_call is not None:
             if self._role != "assistant":
                 raise invalid(where, "a functionCall belongs to a content of the role 'model'")

@@ -8,7 +8,10 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from ..effort import Effort, ask
+from ..engine.grammar import Grammar
 from ..engine.request import MAX_TOP_LOGPROBS, SamplingParams
+from .answer_form import answer_grammar
+from .body import json_type
 from .errors import from_value_error, unsupported
 from .gemini_schemas import (
     FunctionDeclaration,
@@ -19,10 +22,11 @@ from .gemini_schemas import (
     ToolConfig,
     invalid,
 )
+from .json_schema import schema_grammar
 from .openai_options import TINY_TOP_P
 from .schema_dialect import json_schema
 from .service import Loaded, Service
-from .tool_calls import Tools, tool_format
+from .tool_calls import Mode, Tools, tool_format
 
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_TOP_P = 0.95
@@ -82,23 +86,66 @@ def check_output(config: GenerationConfig, where: str = _CONFIG) -> None:
     if any(kind.upper() != "TEXT" for kind in config.response_modalities or ()):
         name = f"{where}.responseModalities"
         raise unsupported(name, f"'{name}': only text is supported; supported: TEXT")
-    structured_output(config, where)
 
 
-def structured_output(config: GenerationConfig, where: str = _CONFIG) -> None:
-    """The form that the answer must have. Only free text is supported."""
-    kind = config.response_mime_type or "text/plain"
-    schema = next(
-        (name for name in ("response_schema", "response_json_schema", "response_format") if getattr(config, name)), None
-    )
-    if kind not in ("text/plain", "application/json", "text/x.enum"):
-        raise invalid(f"{where}.responseMimeType", f"got {kind[:40]!r}; supported: text/plain")
+def answer_form(config: GenerationConfig, tools: Tools | None, where: str = _CONFIG) -> Grammar | None:
+    """The form that the answer must have: that of its text, of its calls, or of either; None for any."""
+    return answer_grammar(tools, structured_output(config, where))
+
+
+def structured_output(config: GenerationConfig, where: str = _CONFIG) -> Grammar | None:
+    """The form that the text of the answer must have."""
+    kind = config.response_mime_type or ""
+    if kind not in ("", "text/plain", "application/json", "text/x.enum"):
+        supported = "text/plain, application/json, text/x.enum"
+        raise invalid(f"{where}.responseMimeType", f"got {kind[:40]!r}; supported: {supported}")
+    fields = ("response_schema", "response_json_schema", "response_format")
+    given = [name for name in fields if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise invalid(f"{where}.{to_camel(given[1])}", f"it cannot be given together with {to_camel(given[0])}")
+    if given == ["response_format"]:
+        return response_format(config.response_format, f"{where}.responseFormat")
+    field = f"{where}.{to_camel(given[0])}" if given else f"{where}.responseMimeType"
+    if given and kind == "text/plain":
+        raise invalid(f"{where}.responseMimeType", "a schema needs application/json or text/x.enum")
+    schema = getattr(config, given[0]) if given else None
+    if given == ["response_schema"]:
+        schema = json_schema(schema, field)
+    if kind == "text/x.enum":
+        return _one_of(schema, field)
     if schema is not None:
-        name = f"{where}.{to_camel(schema)}"
-        raise unsupported(name, f"'{name}': structured output is not supported; supported: free text, without a schema")
-    if kind != "text/plain":
-        name = f"{where}.responseMimeType"
-        raise unsupported(name, f"'{name}': structured output is not supported; supported: text/plain")
+        return schema_grammar(schema, field)
+    return Grammar.json_schema({"type": ["object", "array"]}).named(field) if kind == "application/json" else None
+
+
+def _one_of(schema: Any, where: str) -> Grammar:
+    """A bare string out of the schema's."""
+    texts = schema.get("enum") if isinstance(schema, dict) else None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise invalid(where, "text/x.enum needs a schema of type STRING with an enum of texts")
+    return Grammar.choice(texts).named(where)
+
+
+def response_format(value: Any, where: str) -> Grammar | None:
+    """The newer form: `{"type": "text", "mime_type": "application/json", "schema": {...}}`, a list of one such, or the
+    bare JSON Schema."""
+    if isinstance(value, list):
+        if len(value) > 1:
+            raise unsupported(where, f"'{where}': several forms are not supported; supported: one, of the type text")
+        value = value[0] if value else {"type": "text"}
+    if not isinstance(value, dict):
+        raise invalid(where, f"expected an object, got {json_type(value)}")
+    if value.get("type") != "text":
+        if value.get("type") in ("image", "audio", "video"):
+            raise unsupported(f"{where}.type", f"'{where}.type': only text is supported; supported: text")
+        return schema_grammar(value, where)
+    kind = value.get("mime_type", value.get("mimeType"))
+    if kind not in (None, "text/plain", "application/json"):
+        raise invalid(f"{where}.mimeType", "supported: text/plain, application/json")
+    schema = value.get("schema")
+    if kind == "application/json" or schema is not None:
+        return schema_grammar({"type": ["object", "array"]} if schema is None else schema, f"{where}.schema")
+    return None
 
 
 _LEVELS = ("minimal", "low", "medium", "high", "xhigh")
@@ -191,14 +238,15 @@ def tools_of(tools: Sequence[Tool] | None, config: ToolConfig | None, loaded: Lo
     """The tools of a request; None if there are none or the model must not call any."""
     declared = _declarations(tools or (), where)
     mode = _calling_mode(config, bool(declared), where)
-    if not declared or mode == "NONE":
+    if not declared or mode is None:
         return None
-    form = tool_format(loaded.model.chat_template)
-    if form is None:
-        name = f"{where}tools"
-        message = f"'{name}': the chat template of '{loaded.name}' has no tools; supported: no tools, or the mode NONE"
-        raise unsupported(name, message)
-    return Tools(form, declared)
+    calling = config.function_calling_config if config is not None else None
+    allowed = frozenset(calling.allowed_function_names or ()) if calling is not None else frozenset()
+    unknown = sorted(allowed - {one["function"]["name"] for one in declared})
+    if unknown:
+        name = f"{where}toolConfig.functionCallingConfig.allowedFunctionNames"
+        raise invalid(name, f"no function {unknown[0][:60]!r} is declared")
+    return Tools(tool_format(loaded.model.chat_template), declared, mode=mode, allowed=allowed or None)
 
 
 def _declarations(tools: Sequence[Tool], where: str) -> list[dict[str, Any]]:
@@ -249,27 +297,27 @@ def _description(declaration: FunctionDeclaration, where: str) -> dict[str, Any]
     return {"type": "function", "function": function}
 
 
-def _calling_mode(config: ToolConfig | None, declared: bool, where: str) -> str:
-    """`AUTO` or `NONE`."""
+_MODES: dict[str, Mode | None] = {
+    "MODE_UNSPECIFIED": "auto",
+    "AUTO": "auto",
+    "ANY": "required",
+    "VALIDATED": "validated",
+    "NONE": None,
+}
+
+
+def _calling_mode(config: ToolConfig | None, declared: bool, where: str) -> Mode | None:
+    """None for no calls."""
     calling = config.function_calling_config if config is not None else None
     place = f"{where}toolConfig.functionCallingConfig"
     mode = (calling.mode or "AUTO").upper() if calling is not None else "AUTO"
-    if mode == "MODE_UNSPECIFIED":
-        mode = "AUTO"
-    if mode not in ("AUTO", "ANY", "NONE", "VALIDATED"):
-        raise invalid(f"{place}.mode", f"got {mode[:40]!r}; supported: AUTO, NONE")
+    if mode not in _MODES:
+        raise invalid(f"{place}.mode", f"got {mode[:40]!r}; supported: AUTO, ANY, VALIDATED, NONE")
     if calling is not None and calling.allowed_function_names and mode not in ("ANY", "VALIDATED"):
         raise invalid(f"{place}.allowedFunctionNames", "it needs the mode ANY or VALIDATED")
     if calling is not None and calling.stream_function_call_arguments:
         name = f"{place}.streamFunctionCallArguments"
         raise unsupported(name, f"'{name}' is not supported; supported: whole calls")
-    if mode in ("ANY", "VALIDATED"):
-        if not declared:
-            raise invalid(f"{place}.mode", f"the mode {mode} needs functionDeclarations")
-        forced_calls(mode, f"{place}.mode")
-    return mode
-
-
-def forced_calls(mode: str, where: str) -> None:
-    """Calls that must come, or must be valid. Only calls of the model's own choice are supported."""
-    raise unsupported(where, f"'{where}': {mode} is not supported; supported: AUTO, NONE")
+    if mode in ("ANY", "VALIDATED") and not declared:
+        raise invalid(f"{place}.mode", f"the mode {mode} needs functionDeclarations")
+    return _MODES[mode]

@@ -32,10 +32,9 @@ def steps_of(given: Any) -> list[dict[str, Any]]:
 
 
 def messages_of(
-    steps: Sequence[dict[str, Any]], *, calls: bool, names: dict[str, str], field: str = "input"
+    steps: Sequence[dict[str, Any]], *, names: dict[str, str], field: str = "input"
 ) -> list[dict[str, Any]]:
-    """Steps as messages. `calls`: whether calls can be told to the model; `names` has the functions of earlier calls
-    by their ids and gets those of new ones."""
+    """Steps as messages. `names` has the functions of earlier calls by their ids and gets those of new ones."""
     out: list[dict[str, Any]] = []
     for i, step in enumerate(steps):
         where, kind = f"{field}[{i}]", step["type"]
@@ -47,8 +46,6 @@ def messages_of(
             else:
                 out.append({"role": role, "content": text})
         elif kind in ("function_call", "function_result"):
-            if not calls:
-                raise unsupported(where, f"'{where}': the model has no tools; supported: user_input, model_output")
             (_add_call if kind == "function_call" else _add_result)(out, step, where, names)
         elif kind != "thought":
             message = f"'{where}': steps of type {kind[:40]!r} are not supported; supported: {', '.join(STEPS)}"

@@ -15,12 +15,14 @@ from pydantic_core import to_json
 from ...cache.database import NotFound
 from ...cache.interactions import Interaction
 from ..effort import Effort, Prepared
+from ..engine.grammar import Grammar
 from ..engine.request import SamplingParams
+from .answer_form import answer_grammar
 from .body import read_json
 from .bridge import failure
 from .conversation import Conversation, check_model
 from .errors import ApiError, bad_request, context_exceeded, model_not_found, unsupported
-from .gemini_options import check_output, effort_of, sampling_params, tools_of
+from .gemini_options import answer_form, check_output, effort_of, response_format, sampling_params, tools_of
 from .gemini_schemas import (
     FunctionCallingConfig,
     FunctionDeclaration,
@@ -41,7 +43,7 @@ from .service import Loaded, Service
 from .stored import Stored, find, record, thinking_of, turn_of
 from .stored import tools_of as stored_tools
 from .stream import KEEP_ALIVE, EventStream, Watch
-from .tool_calls import Tools, tool_format
+from .tool_calls import Tools
 from .turns import Turn, conversation_of
 
 API = "interactions"
@@ -195,9 +197,9 @@ def _call(service: Service, loaded: Loaded, body: InteractionBody, turn: Turn | 
     config = _as_gemini(body, given)
     check_output(config, where)
     tools = tools_of(_tools(body.tools), _tool_config(given.tool_choice), loaded)
-    calls = tool_format(loaded.model.chat_template) is not None
+    grammar = _grammar(body, config, tools, where)
     names = dict(turn.names) if turn is not None else {}
-    messages = messages_of(steps_of(body.input), calls=calls, names=names)
+    messages = messages_of(steps_of(body.input), names=names)
     conversation = conversation_of(
         loaded,
         turn,
@@ -212,7 +214,7 @@ def _call(service: Service, loaded: Loaded, body: InteractionBody, turn: Turn | 
         body=body,
         loaded=loaded,
         conversation=conversation,
-        params=sampling_params(config, service, loaded, where),
+        params=dataclasses.replace(sampling_params(config, service, loaded, where), grammar=grammar),
         effort=effort_of(config.thinking_config, service.config.level, where),
         tools=tools,
         turn=turn,
@@ -239,33 +241,17 @@ def _as_gemini(body: InteractionBody, config: InteractionConfig) -> GenerationCo
     thinking = None
     if config.thinking_level is not None or config.thinking_budget is not None:
         thinking = ThinkingConfig(thinking_level=config.thinking_level, thinking_budget=config.thinking_budget)
-    kind, schema = _format(body)
     return GenerationConfig.model_construct(
-        **options, thinking_config=thinking, response_mime_type=kind, response_json_schema=schema,
+        **options, thinking_config=thinking, response_mime_type=body.response_mime_type,
         response_modalities=body.response_modalities,
     )  # fmt: skip
 
 
-def _format(body: InteractionBody) -> tuple[str | None, Any]:
-    """The mime type and the schema of the answer."""
-    given = body.response_format
-    if isinstance(given, list):
-        if len(given) > 1:
-            raise unsupported(
-                "response_format", "'response_format': more than one form is not supported; supported: one"
-            )
-        given = given[0] if given else None
-    if given is None:
-        return body.response_mime_type, None
-    if not isinstance(given, dict):
-        raise invalid("response_format", "expected an object")
-    if given.get("type") == "text" and given.keys() <= {"type", "mime_type", "schema"}:
-        schema = given.get("schema")
-        kind = given.get("mime_type") or body.response_mime_type
-        return kind or (None if schema is None else "application/json"), schema
-    if given.get("type") in ("image", "audio", "video"):
-        raise unsupported("response_format", "'response_format': only text is supported")
-    return body.response_mime_type or "application/json", given
+def _grammar(body: InteractionBody, config: GenerationConfig, tools: Tools | None, where: str) -> Grammar | None:
+    """The form that the answer must have."""
+    if body.response_format in (None, []):
+        return answer_form(config, tools, where)
+    return answer_grammar(tools, response_format(body.response_format, "response_format"))
 
 
 def _tools(given: list[dict[str, Any]] | None) -> list[Tool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import re
 import uuid
 from typing import Any
@@ -16,11 +17,10 @@ from starlette.websockets import WebSocket
 
 from ...cache.interactions import Interaction
 from ..effort import Effort
-from ..engine.request import SamplingParams
 from .conversation import Conversation, check_model
 from .errors import ApiError, bad_request, model_not_found, unsupported
 from .gemini_contents import messages_of
-from .gemini_options import check_output, effort_of, sampling_params, tools_of
+from .gemini_options import answer_form, check_output, effort_of, sampling_params, tools_of
 from .gemini_schemas import Content, GenerationConfig, Part, invalid, parse
 from .live_events import LiveWriter
 from .live_schemas import ClientContent, ClientFrame, RealtimeInput, Setup, ToolResponse
@@ -29,7 +29,7 @@ from .service import Loaded, Service
 from .sockets import Sessions, Socket, frame
 from .stored import find, record, thinking_of, turn_of
 from .stored import tools_of as stored_tools
-from .tool_calls import Tools, tool_format
+from .tool_calls import Tools
 from .turns import Turn, conversation_of
 
 API = "live"
@@ -80,7 +80,8 @@ class LiveSession:
         if config.candidate_count not in (None, 1) or config.response_logprobs:
             raise unsupported(where, f"'{where}': one candidate without log-probabilities is supported")
         self._tools: Tools | None = tools_of(setup.tools, None, loaded, "setup.")
-        self._params: SamplingParams = sampling_params(config, service, loaded, where)
+        params = sampling_params(config, service, loaded, where)
+        self._params = dataclasses.replace(params, grammar=answer_form(config, self._tools, where))
         thinking = config.thinking_config
         self._effort: Effort = effort_of(thinking, service.config.level, f"{where}.thinkingConfig")
         self._show_thoughts = thinking is not None and bool(thinking.include_thoughts)
@@ -157,8 +158,7 @@ class LiveSession:
 
     async def _answer_contents(self) -> None:
         contents, self._contents = self._contents, []
-        calls = tool_format(self._loaded.model.chat_template) is not None
-        await self._answer(messages_of(contents, None, where="clientContent.turns", calls=calls))
+        await self._answer(messages_of(contents, None, where="clientContent.turns"))
 
     async def _answer(self, messages: list[dict[str, Any]]) -> None:
         """Let the model have its turn."""
@@ -290,7 +290,7 @@ def _check_setup(setup: Setup, loaded: Loaded) -> None:
 def _system_text(setup: Setup) -> str:
     if setup.system_instruction is None:
         return ""
-    messages = messages_of([Content(parts=[Part(text="-")])], setup.system_instruction, where="contents", calls=False)
+    messages = messages_of([Content(parts=[Part(text="-")])], setup.system_instruction, where="contents")
     return messages[0]["content"] if messages[0]["role"] == "system" else ""
 
 

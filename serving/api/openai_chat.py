@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic_core import to_json
 
-from ...model.chat_template import ChatTemplateError
-from ..effort import Effort, Prepared, prepare
+from ..effort import Effort, Prepared
 from ..engine.request import Emission, SamplingParams, TokenLogprob
 from ..engine.thoughts import Thinking
-from .body import json_type, read_json
-from .errors import bad_request, context_exceeded, unsupported
+from .answer_form import answer_grammar
+from .body import read_json
+from .conversation import Conversation
+from .errors import bad_request, context_exceeded
 from .logprobs import TextAligner, aligner, finite, token_bytes
 from .openai import FINISH, Call, respond
 from .openai_effort import effort_of
+from .openai_format import asked_form
+from .openai_messages import template_messages
 from .openai_options import check_logprobs, check_options, sampling_params
-from .schemas import ChatBody, ChatMessage, parse
+from .openai_tools import nested_tools
+from .schemas import ChatBody, parse
 from .service import Loaded, Service
-
-ROLES = ("system", "developer", "user", "assistant")
+from .tool_calls import BadCall, CallParser, ToolCall, Tools, tool_format, written
 
 
 async def chat_completions(request: Request, service: Service) -> Response:
@@ -35,6 +39,9 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     body = parse(ChatBody, data)
     ignored = check_options(body, service, loaded)
     messages = template_messages(body.messages)
+    form = tool_format(loaded.model.chat_template)
+    tools = nested_tools(body.tools, body.tool_choice, form, parallel=body.parallel_tool_calls)
+    grammar = answer_grammar(tools, asked_form(body, body.response_format, "response_format"))
     effort = effort_of(body, service.config.level)
     if loaded.thinker is None:
         message = f"The model '{loaded.name}' has no chat template; use /v1/completions"
@@ -46,12 +53,13 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
         max_tokens=getattr(body, max_name),
         max_name=max_name,
         logprobs=_logprobs(body),
+        grammar=grammar,
     )
     return Call(
         body=body,
         loaded=loaded,
-        shape=_ChatShape(loaded, params.logprobs is not None),
-        prepare=lambda: [_prepare(loaded, messages, params, effort)],
+        shape=_ChatShape(loaded, params.logprobs is not None, tools),
+        prepare=lambda: [_prepare(loaded, messages, tools, params, effort)],
         prompts=1,
         prompt_param="messages",
         ignored=ignored,
@@ -65,72 +73,13 @@ def check_count(messages: Any, loaded: Loaded) -> None:
         raise context_exceeded("messages", f"at least {len(messages)}", context)
 
 
-def _prepare(loaded: Loaded, messages: list[dict[str, Any]], params: SamplingParams, effort: Effort) -> Prepared:
+def _prepare(
+    loaded: Loaded, messages: list[dict[str, Any]], tools: Tools | None, params: SamplingParams, effort: Effort
+) -> Prepared:
     """Token ids of a conversation and the start of the model's turn; how much is thought depends on them."""
-    assert loaded.thinker is not None
-    texts = (text for message in messages for text in (message["content"], message.get("reasoning_content", "")))
-    loaded.check_length(texts, "messages")
-    try:
-        return prepare(loaded.thinker, loaded.engine.context_length, messages, params, effort, policies=loaded.policies)
-    except ChatTemplateError as error:
-        raise bad_request(f"The model's chat template refused the messages: {error}", "messages") from None
-    except ValueError as error:
-        raise unsupported("reasoning_effort", f"Thinking is not possible: {error}") from None
-
-
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: text content; `developer` is the newer name of `system`."""
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    extra = message.model_extra or {}
-    if message.role in ("tool", "function") or extra.get("tool_calls") or extra.get("function_call"):
-        raise unsupported(f"{where}.role", f"'{where}': tool calls are not supported; supported: text messages")
-    if message.role not in ROLES:
-        supported = ", ".join(f"'{role}'" for role in ROLES)
-        text = f"Invalid value: {message.role[:40]!r}. Supported values are: {supported}."
-        raise bad_request(text, f"{where}.role", "invalid_value")
-    if extra.get("audio"):
-        raise unsupported(f"{where}.audio", f"'{where}.audio': audio is not supported; supported: text")
-    role = "system" if message.role == "developer" else message.role
-    fields = {"name": message.name, "reasoning_content": _reasoning(message, where)}
-    return {"role": role, "content": _text(message, where), **{key: value for key, value in fields.items() if value}}
-
-
-def _reasoning(message: ChatMessage, where: str) -> str | None:
-    """Thoughts that come back with an answer of the model; its template says which of them it sees again."""
-    thoughts = (message.model_extra or {}).get("reasoning_content")
-    if thoughts is None or message.role != "assistant":
-        return None
-    if not isinstance(thoughts, str):
-        text = (
-            f"Invalid type for '{where}.reasoning_content': expected a string, but got {json_type(thoughts)} instead."
-        )
-        raise bad_request(text, f"{where}.reasoning_content", "invalid_type")
-    return thoughts
-
-
-def _text(message: ChatMessage, where: str) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        text = f"Invalid value for '{where}.content': expected a string or an array of text parts, but got null."
-        raise bad_request(text, f"{where}.content", "invalid_value")
-    texts = []
-    for i, part in enumerate(content):
-        param = f"{where}.content[{i}]"
-        if part.type not in ("text", "refusal"):
-            raise unsupported(
-                f"{param}.type", f"'{param}': parts of type {part.type[:40]!r} are not supported; supported: 'text'"
-            )
-        piece = part.text if part.type == "text" else (part.model_extra or {}).get("refusal")
-        if not isinstance(piece, str):
-            name = f"{param}.{part.type}"
-            raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
-        texts.append(piece)
-    return "".join(texts)
+    described = None if tools is None else tools.descriptions
+    conversation = Conversation(messages, described, field="messages", thinking_field="reasoning_effort")
+    return conversation.prepare(loaded, params, effort)
 
 
 def _logprobs(body: ChatBody) -> int | None:
@@ -147,34 +96,76 @@ class _ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, loaded: Loaded, logprobs: bool) -> None:
+    def __init__(self, loaded: Loaded, logprobs: bool, tools: Tools | None) -> None:
         self._loaded = loaded
         self._logprobs = logprobs
+        self._tools = tools
         self._aligners: dict[int, TextAligner] = {}
+        self._calls: dict[int, _Calls] = {}
         self.thinking: Thinking | None = None
 
     def whole(self, index: int, emission: Emission) -> dict[str, Any]:
-        thoughts = {"reasoning_content": emission.thought} if emission.thought else {}
+        made = self._made(index, emission)
+        text = "".join(piece for piece in made if isinstance(piece, str))
+        calls = [self._told(index, piece) for piece in made if isinstance(piece, ToolCall)]
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        if emission.thought:
+            message["reasoning_content"] = emission.thought
         return {
             "index": index,
-            "message": {"role": "assistant", "content": emission.text, "refusal": None, **thoughts},
+            "message": message,
             "logprobs": self._listed(index, emission),
-            "finish_reason": _finish(emission),
+            "finish_reason": self._finish(index, emission),
         }
 
     def pieces(self, index: int, emission: Emission) -> list[dict[str, Any]]:
         out = []
         if index not in self._aligners:
             self._aligners[index] = aligner(self._loaded, self.thinking)
-            out.append(_piece(index, {"role": "assistant", "content": ""}))
+            must_call = self._tools is not None and self._tools.mode == "required"
+            out.append(_piece(index, {"role": "assistant", "content": None if must_call else ""}))
         if emission.thought:
             out.append(_piece(index, {"reasoning_content": emission.thought}))
         listed = self._listed(index, emission)
-        if emission.text or (listed and listed["content"]):
-            out.append(_piece(index, {"content": emission.text}, logprobs=listed))
+        made = self._made(index, emission)
+        if listed and listed["content"] and not (made and isinstance(made[0], str)):
+            made.insert(0, "")
+        for piece in made:
+            if isinstance(piece, str):
+                out.append(_piece(index, {"content": piece}, logprobs=listed))
+                listed = None if listed is None else {**listed, "content": []}
+            else:
+                out += self._call_pieces(index, piece)
         if emission.finish_reason is not None:
-            out.append(_piece(index, {}, finish=_finish(emission)))
+            out.append(_piece(index, {}, finish=self._finish(index, emission)))
         return out
+
+    def _made(self, index: int, emission: Emission) -> list[str | ToolCall]:
+        """The text and the calls that have come with an emission."""
+        if self._tools is None:
+            return [emission.text] if emission.text else []
+        return self._calls.setdefault(index, _Calls(self._tools)).take(emission)
+
+    def _told(self, index: int, call: ToolCall) -> dict[str, Any]:
+        self._calls[index].count += 1
+        function = {"name": call.name, "arguments": to_json(call.arguments).decode()}
+        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+    def _call_pieces(self, index: int, call: ToolCall) -> list[dict[str, Any]]:
+        """A call as a stream tells it: its name, then its arguments."""
+        place = self._calls[index].count
+        told = self._told(index, call)
+        arguments = told["function"]["arguments"]
+        head = {"index": place, **told, "function": {"name": call.name, "arguments": ""}}
+        rest = {"index": place, "function": {"arguments": arguments}}
+        return [_piece(index, {"tool_calls": [head]}), _piece(index, {"tool_calls": [rest]})]
+
+    def _finish(self, index: int, emission: Emission) -> str | None:
+        reason = FINISH.get(emission.finish_reason) if emission.finish_reason is not None else None
+        called = index in self._calls and self._calls[index].count > 0
+        return "tool_calls" if called and reason == "stop" else reason
 
     def _listed(self, index: int, emission: Emission) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -197,5 +188,26 @@ def _piece(index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: s
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _finish(emission: Emission) -> str | None:
-    return FINISH.get(emission.finish_reason) if emission.finish_reason is not None else None
+class _Calls:
+    """The calls in the text of one choice."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._parser = CallParser(tools.form)
+        self.count = 0
+        """Calls that the client was told of."""
+
+    def take(self, emission: Emission) -> list[str | ToolCall]:
+        """Text and calls, in order. A call that cannot be handed over stays what the model wrote."""
+        pieces = self._parser.push(emission.text)
+        if emission.finish_reason is not None:
+            pieces += self._parser.finish()
+        out: list[str | ToolCall] = []
+        for piece in pieces:
+            if isinstance(piece, BadCall) or (isinstance(piece, ToolCall) and piece.name not in self._tools.names):
+                piece = written(piece, self._tools.form)
+            if isinstance(piece, str) and out and isinstance(out[-1], str):
+                out[-1] += piece
+            else:
+                out.append(piece)
+        return out

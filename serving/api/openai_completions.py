@@ -16,6 +16,7 @@ from .errors import ApiError, bad_request, context_exceeded, unsupported
 from .logprobs import TextAligner, aligner, finite, token_bytes
 from .openai import FINISH, Call, respond
 from .openai_effort import level_of
+from .openai_format import asked_form
 from .openai_options import check_ids, check_logprobs, check_options, choices_of, out_of_range, sampling_params
 from .schemas import CompletionBody, parse
 from .service import Loaded, Service
@@ -40,7 +41,10 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
         _check_prompt(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", loaded)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     logprobs = check_logprobs(body.logprobs, "logprobs")
-    params = sampling_params(body, loaded, max_tokens=max_tokens, max_name="max_tokens", logprobs=logprobs)
+    params = sampling_params(
+        body, loaded, max_tokens=max_tokens, max_name="max_tokens", logprobs=logprobs,
+        grammar=asked_form(body, body.response_format, "response_format"),
+    )  # fmt: skip
     params = at_level(params, level_of(body, service.config.level), loaded.policies)
     shape = _TextShape(loaded, logprobs is not None, choices_of(body))
 

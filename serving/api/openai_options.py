@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ..engine.grammar import Grammar
 from ..engine.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
 from .body import json_type
 from .errors import ApiError, bad_request, from_value_error, model_not_found, unsupported
@@ -30,7 +31,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": ((*_EMPTY, "none", "auto"), "tool calling is not supported; supported: 'none', 'auto'"),
     "functions": (_EMPTY, "function calling is not supported; supported: no functions"),
     "function_call": ((*_EMPTY, "none", "auto"), "function calling is not supported; supported: 'none', 'auto'"),
-    "response_format": ((*_EMPTY, {"type": "text"}), 'structured output is not supported; supported: {"type": "text"}'),
+    "response_format": (_EMPTY, "here the form of the text stands in 'text.format'; leave it out"),
     "modalities": ((*_EMPTY, ["text"]), 'only text is supported; supported: ["text"]'),
     "audio": (_EMPTY, "audio is not supported; supported: text"),
     "prediction": (_EMPTY, "predicted outputs are not supported; leave it out"),
@@ -105,7 +106,13 @@ def stops(body: SamplingBody) -> tuple[str, ...]:
 
 
 def sampling_params(
-    body: SamplingBody, loaded: Loaded, *, max_tokens: int | None, max_name: str, logprobs: int | None
+    body: SamplingBody,
+    loaded: Loaded,
+    *,
+    max_tokens: int | None,
+    max_name: str,
+    logprobs: int | None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The options as the engine wants them; OpenAI's defaults (temperature 1) where nothing is said."""
     if max_tokens is not None and max_tokens < 1:
@@ -129,6 +136,7 @@ def sampling_params(
             stop_token_ids=tuple(check_ids(body.stop_token_ids or (), vocab, "stop_token_ids")),
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
+            grammar=grammar,
         )
     except ValueError as error:
         raise from_value_error(error) from None

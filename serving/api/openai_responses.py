@@ -15,7 +15,9 @@ from pydantic_core import to_json
 from ...cache.database import NotFound
 from ...cache.interactions import Interaction
 from ..effort import Effort, Prepared, ask
+from ..engine.grammar import Grammar
 from ..engine.request import SamplingParams, TokenLogprob
+from .answer_form import answer_grammar
 from .body import read_json
 from .bridge import failure
 from .conversation import Conversation, check_model
@@ -23,6 +25,7 @@ from .errors import ApiError, bad_request, context_exceeded, unsupported
 from .eventlog import EventLog
 from .logprobs import aligner, finite, token_bytes
 from .middleware import request_info
+from .openai_format import asked_form
 from .openai_options import check_logprobs, check_options, out_of_range, sampling_params
 from .openai_tools import flat_tools
 from .reporting import effort_notes, outcome, timing_headers
@@ -130,7 +133,7 @@ class Call:
             },
             "store": body.store is not False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": params.logprobs or 0,
@@ -294,12 +297,13 @@ def _call(body: ResponsesBody, service: Service, loaded: Loaded, turn: Turn | No
     _check_supported(body)
     check_model(loaded)
     form = tool_format(loaded.model.chat_template)
+    tools = flat_tools(body.tools, body.tool_choice, form, parallel=body.parallel_tool_calls)
     names = dict(turn.names) if turn is not None else {}
     items = input_items(body.input)
-    told = messages_of(items, calls=form is not None, names=names)
+    told = messages_of(items, names=names)
     if not told:
         raise bad_request("Invalid 'input': it must not be empty.", "input", "empty_array")
-    tools = flat_tools(body.tools, body.tool_choice, form, loaded.name)
+    text = asked_form(body, (body.text or {}).get("format"), "text.format")
     return Call(
         id=f"resp_{uuid.uuid4().hex}",
         body=body,
@@ -313,7 +317,7 @@ def _call(body: ResponsesBody, service: Service, loaded: Loaded, turn: Turn | No
             field="input",
             thinking_field="reasoning.effort",
         ),
-        params=_params(body, loaded),
+        params=_params(body, loaded, answer_grammar(tools, text)),
         effort=_effort(body, service.config.level),
         tools=tools,
         turn=turn,
@@ -327,12 +331,14 @@ def _call(body: ResponsesBody, service: Service, loaded: Loaded, turn: Turn | No
 _HARMLESS = {"max_tool_calls"}
 
 
-def _params(body: ResponsesBody, loaded: Loaded) -> SamplingParams:
+def _params(body: ResponsesBody, loaded: Loaded, grammar: Grammar | None) -> SamplingParams:
     wanted = "message.output_text.logprobs" in (body.include or ())
     count = check_logprobs(body.top_logprobs, "top_logprobs")
     logprobs = count or 0 if wanted or count else None
     limit = body.max_output_tokens
-    return sampling_params(body, loaded, max_tokens=limit, max_name="max_output_tokens", logprobs=logprobs)
+    return sampling_params(
+        body, loaded, max_tokens=limit, max_name="max_output_tokens", logprobs=logprobs, grammar=grammar
+    )
 
 
 def _effort(body: ResponsesBody, default_level: str) -> Effort:
@@ -359,9 +365,6 @@ def _check_supported(body: ResponsesBody) -> None:
     for name in ("conversation", "prompt"):
         if extra.get(name) is not None:
             raise unsupported(name, f"'{name}' is not supported; supported: 'input' and 'previous_response_id'")
-    if text.get("format") not in (None, {"type": "text"}):
-        message = '\'text.format\': structured output is not supported; supported: {"type": "text"}'
-        raise unsupported("text.format", message)
     if text.get("verbosity") not in (None, "medium"):
         raise unsupported("text.verbosity", "'text.verbosity' is not supported; supported: 'medium'")
     for i, name in enumerate(body.include or ()):

@@ -92,9 +92,8 @@ def text_of(part: Any, where: str) -> str:
     return text
 
 
-def messages_of(items: Sequence[dict[str, Any]], *, calls: bool, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Items as messages. `calls`: whether calls can be told to the model; `names` has the functions of earlier calls
-    by their ids and gets those of new ones."""
+def messages_of(items: Sequence[dict[str, Any]], *, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Items as messages. `names` has the functions of earlier calls by their ids and gets those of new ones."""
     out: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -103,8 +102,6 @@ def messages_of(items: Sequence[dict[str, Any]], *, calls: bool, names: dict[str
             text = "".join(text_of(part, where) for part in item["content"])
             out.append({"role": role, "content": text})
         elif item["type"] != "reasoning":
-            if not calls:
-                raise unsupported(where, f"'{where}': the model has no tools; supported: messages")
             (_add_call if item["type"] == "function_call" else _add_result)(out, item, where, names)
     return out
 

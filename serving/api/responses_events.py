@@ -14,7 +14,7 @@ from .eventlog import Event
 from .runs import Ending
 from .stream import event as data_event
 from .stream import event_data
-from .tool_calls import BadCall, CallParser, Piece, ToolCall, Tools
+from .tool_calls import CallParser, Piece, ToolCall, Tools, written
 
 Listed = Callable[[Emission], list[dict[str, Any]]]
 """Gives the log-probabilities of the tokens whose text has come with an emission."""
@@ -149,21 +149,15 @@ class ResponseWriter:
         if isinstance(piece, ToolCall) and piece.name in self._names:
             self._waiting = []
             return self._call(piece)
-        text = piece if isinstance(piece, str) else self._as_text(piece)
+        if not isinstance(piece, str):
+            assert self._form is not None
+            piece = written(piece, self._form)  # a call that cannot be handed over stays what the model wrote
         events = [] if self._open == "message" else self._message()
         listed, self._waiting = self._waiting, []
-        self._text += text
+        self._text += piece
         self._logprobs += listed
         place = self._place(content_index=0)
-        return [*events, self._event("response.output_text.delta", **place, delta=text, logprobs=listed)]
-
-    def _as_text(self, piece: ToolCall | BadCall) -> str:
-        """A call that cannot be handed over stays what the model wrote."""
-        assert self._form is not None
-        if isinstance(piece, BadCall):
-            return self._form.open + piece.text + (self._form.close if piece.ended else "")
-        body = to_json({"name": piece.name, "arguments": piece.arguments}).decode()
-        return self._form.open + body + self._form.close
+        return [*events, self._event("response.output_text.delta", **place, delta=piece, logprobs=listed)]
 
     def _call(self, call: ToolCall) -> list[Event]:
         item = {

@@ -30,7 +30,7 @@ class StreamOptions(_Body):
 
 class SamplingBody(_Body):
     """What both endpoints share. Keys that OpenAI does not have: top_k, min_p, repetition_penalty, stop_token_ids,
-    ignore_eos, level."""
+    ignore_eos, level, guided_json, guided_regex, guided_choice, guided_grammar."""
 
     model: str
     stream: bool | None = None
@@ -50,6 +50,10 @@ class SamplingBody(_Body):
     stop_token_ids: Array[int] | None = None
     ignore_eos: bool | None = None
     level: str | None = None
+    guided_json: dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Array[str] | None = None
+    guided_grammar: str | None = None
 
 
 class Part(_Body):
@@ -60,9 +64,13 @@ class Part(_Body):
 
 
 class ChatMessage(_Body):
+    """`tool_calls` of an assistant's message; `tool_call_id` of a tool's."""
+
     role: str
     content: str | Array[Part] | None = None
     name: str | None = None
+    tool_calls: Array[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
 
 class ReasoningOptions(_Body):
@@ -90,6 +98,10 @@ class ChatBody(SamplingBody):
     reasoning: ReasoningOptions | None = None
     thinking: ThinkingOptions | None = None
     thinking_budget: int | None = None
+    tools: Array[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -100,6 +112,7 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
     best_of: int | None = None
     suffix: str | None = None
+    response_format: dict[str, Any] | None = None
     parse_special: bool | None = None
     """Our own: names of special tokens in a text prompt become those tokens."""
 

@@ -1,7 +1,8 @@
 """Tool calls in the text of an answer.
 
 A model that was trained on tools writes its calls as text, in the form that its chat template asks for. `tool_format`
-finds that form in the template; `CallParser` takes the calls out of the text as it arrives. Knows no protocol.
+finds that form in the template, or gives a generic one that `tool_prompt.py` explains to the model; `CallParser` takes
+the calls out of the text as it arrives. Knows no protocol.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 _USES_TOOLS = re.compile(r"\{%-?[^%]*\btools\b")
 
 
@@ -20,31 +22,51 @@ class ToolFormat:
 
     open: str
     close: str
+    native: bool = True
+    """Whether the chat template has tools in this form."""
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>")
 """The form of Hermes, Qwen 2.5 and 3, and the models that follow them."""
+GENERIC = dataclasses.replace(HERMES, native=False)
+"""For models whose template has no tools, or has them in an unknown form."""
 
 
-def tool_format(template: Any) -> ToolFormat | None:
-    """How a model with this chat template writes calls; None if the template has no tools, or an unknown form."""
+def tool_format(template: Any) -> ToolFormat:
+    """How a model with this chat template writes calls."""
     source = getattr(template, "source", "")
-    if not _USES_TOOLS.search(source):
-        return None
     found = HERMES.open in source and HERMES.close in source and "arguments" in source
-    return HERMES if found and "<function=" not in source else None
+    return HERMES if _USES_TOOLS.search(source) and found and "<function=" not in source else GENERIC
+
+
+Mode = Literal["auto", "validated", "required"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """The functions that a model may call, as its template shows them: OpenAI's descriptions."""
+    """The functions that a model is told of, as templates show them: OpenAI's descriptions.
+
+    `mode`: the model may call, may call with valid arguments alone, or must call. `allowed` are the functions that it
+    may call, None: all. `parallel`: one that must call may do so several times. The arguments of `strict` functions are
+    valid in any mode.
+    """
 
     form: ToolFormat
     descriptions: list[dict[str, Any]]
+    mode: Mode = "auto"
+    allowed: frozenset[str] | None = None
+    parallel: bool = False
+    strict: frozenset[str] = frozenset()
+
+    @property
+    def callable(self) -> list[dict[str, Any]]:
+        """The functions that may be called."""
+        functions = [one["function"] for one in self.descriptions]
+        return [one for one in functions if self.allowed is None or one["name"] in self.allowed]
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(one["function"]["name"] for one in self.descriptions)
+        return frozenset(one["name"] for one in self.callable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +87,14 @@ class BadCall:
 Piece = str | ToolCall | BadCall
 
 
+def written(piece: ToolCall | BadCall, form: ToolFormat) -> str:
+    """A call as the model wrote it, more or less."""
+    if isinstance(piece, BadCall):
+        return form.open + piece.text + (form.close if piece.ended else "")
+    body = json.dumps({"name": piece.name, "arguments": piece.arguments}, ensure_ascii=False)
+    return form.open + body + form.close
+
+
 class CallParser:
     """Splits text into answer text and calls.
 
@@ -82,8 +112,9 @@ class CallParser:
         """What has become certain."""
         out: list[Piece] = []
         self._held += text
-        while (marker := self._form.close if self._inside else self._form.open) in self._held:
-            before, _, self._held = self._held.partition(marker)
+        while (at := self._marker()) >= 0:
+            marker = self._form.close if self._inside else self._form.open
+            before, self._held = self._held[:at], self._held[at + len(marker) :]
             if self._inside:
                 out.append(_call(before))
                 self._after_call = True
@@ -91,7 +122,7 @@ class CallParser:
                 self._text(out, before.rstrip())
             self._inside = not self._inside
         if not self._inside:
-            sure = self._certain(self._held, marker)
+            sure = self._certain(self._held, self._form.open)
             self._text(out, self._held[:sure])
             self._held = self._held[sure:]
         return out
@@ -99,11 +130,24 @@ class CallParser:
     def finish(self) -> list[Piece]:
         """What was held back."""
         held, self._held = self._held, ""
+        out: list[Piece] = []
+        if self._inside and self._form.close in held:  # all of them in what looks like a string that never ends
+            before, _, rest = held.partition(self._form.close)
+            self._inside, self._after_call = False, True
+            return [_call(before), *self.push(rest), *self.finish()]
         if self._inside:
             return [_call(held, ended=False)]
-        out: list[Piece] = []
         self._text(out, held)
         return out
+
+    def _marker(self) -> int:
+        """Where the next marker is, -1 for nowhere. One within a string of a call is none."""
+        if not self._inside:
+            return self._held.find(self._form.open)
+        at = self._held.find(self._form.close)
+        while at >= 0 and _ESCAPED.sub("", self._held[:at]).count('"') % 2:
+            at = self._held.find(self._form.close, at + 1)
+        return at
 
     def _text(self, out: list[Piece], text: str) -> None:
         if self._after_call:

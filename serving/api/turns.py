@@ -34,8 +34,7 @@ class Turn:
 
 def declared_tools(descriptions: list[dict[str, Any]] | None, loaded: Loaded) -> Tools | None:
     """Tools that were declared earlier, as they were kept."""
-    form = tool_format(loaded.model.chat_template)
-    return Tools(form, descriptions) if form is not None and descriptions else None
+    return Tools(tool_format(loaded.model.chat_template), descriptions) if descriptions else None
 
 
 def conversation_of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .grammar import Grammar
 from .request import (
     Emission,
     EngineStopped,
@@ -42,6 +43,7 @@ __all__ = [
     "EngineStats",
     "EngineStopped",
     "FinishReason",
+    "Grammar",
     "Program",
     "PromptTooLong",
     "QueueFull",

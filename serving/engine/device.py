@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from ...kernels.draft import DraftWeights, laid_out
 from . import compile_cache, profile
 from .drafting import Drafter
 from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_rows, step_sizes
-from .state import Kept, SlotState, StepInput, StepResult, empty_rows, input_shapes
+from .state import Guided, Kept, SlotState, StepInput, StepResult, empty_rows, input_shapes
 from .step import Fixed
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Device:
             out_shardings=jax.tree.map(lambda s: s.sharding, pool),
         )
         self._layers: dict[tuple[int, ...], jax.Array] = {}
+        self._unguided = jax.device_put(self.new_guided(), NamedSharding(mesh, P("data")))
         self._pool: KVPool | None
         self._state: SlotState | None
         self.reset()
@@ -188,11 +190,21 @@ class Device:
     # ---- steps
 
     def new_input(self, prefill: bool) -> StepInput:
-        """A host input that does nothing. Always fresh: JAX may still read the last one."""
+        """A host input that does nothing. Always fresh: JAX may still read the last one. Only that no slot is guided
+        is always the same, on the device."""
         tokens, groups = step_sizes(self.engine, prefill)
-        shapes = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
-        blank = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-        return blank._replace(positions=np.full_like(blank.positions, -1), last=np.full_like(blank.last, -1))
+        shapes = input_shapes(
+            self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config), self.rows,
+            self.config.vocab_size,
+        )  # fmt: skip
+        blank = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes._replace(guided=None))
+        return blank._replace(
+            positions=np.full_like(blank.positions, -1), last=np.full_like(blank.last, -1), guided=self._unguided
+        )
+
+    def new_guided(self) -> Guided:
+        """Host arrays that guide no slot, to be filled in."""
+        return Guided.nothing(self.data, self.engine.slots, self.rows, self.config.vocab_size)
 
     def run(self, kind: str, inputs: StepInput, layers: tuple[int, ...] | None = None) -> tuple[StepResult, Kept]:
         """Dispatch a step over `layers` (None: all of them); what it chose and from what, not yet ready."""
@@ -249,7 +261,7 @@ class Device:
         """Write contents into (shard, block, contents) triples."""
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            contents = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self.block_shapes)
+            contents = jax.tree.map(_aligned_zeros, self.block_shapes)
             for i, (shard, _, content) in enumerate(part):
                 for all_, one in zip(jax.tree.leaves(contents), jax.tree.leaves(content), strict=True):
                     all_[shard * COPY_BLOCKS + i] = one
@@ -261,3 +273,12 @@ class Device:
         for i, (shard, block) in enumerate(part):
             ids[shard * COPY_BLOCKS + i] = block
         return ids
+
+
+def _aligned_zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """A host array that XLA:CPU takes as it is: it copies what does not begin at a multiple of 64 bytes, which takes
+    longer than all the rest of moving blocks."""
+    nbytes = math.prod(like.shape) * like.dtype.itemsize
+    room = np.zeros(nbytes + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    return room[first : first + nbytes].view(like.dtype).reshape(like.shape)

@@ -12,7 +12,7 @@ from ...configs.engine import MAX_DRAFT
 from ...kernels.backend import Backend
 from ...kernels.draft import DraftInput, Drafts, DraftWeights, draft
 from .request import FORCED
-from .state import Leaf, SlotState
+from .state import Guided, Leaf, SlotState
 
 
 class Drafter(NamedTuple):
@@ -21,6 +21,21 @@ class Drafter(NamedTuple):
     weights: DraftWeights
     cost: Leaf  # float32 [.]: time of a pass by its number of tokens
     length: Leaf  # int32 []: draft exactly this many tokens; 0: as many as pay
+
+
+def guide(state: SlotState, guided: Guided) -> SlotState:
+    """The slots with the drafts that the host has for those it guides."""
+    own = guided.first < 0
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(own.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+    return state._replace(
+        drafts=put(state.drafts, guided.drafts),
+        draft_sources=put(state.draft_sources, guided.sources),
+        draft_odds=put(state.draft_odds, guided.odds),
+        n_drafts=put(state.n_drafts, guided.length),
+    )
 
 
 def draft_next(drafter: Drafter, backend: Backend, state: SlotState, hidden: jax.Array, grown: jax.Array) -> SlotState:
@@ -34,11 +49,7 @@ def draft_next(drafter: Drafter, backend: Backend, state: SlotState, hidden: jax
     )  # fmt: skip
 
     def none() -> Drafts:
-        shape = (len(grown), MAX_DRAFT)
-        return Drafts(
-            jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32),
-            jnp.zeros(len(grown), jnp.int32),
-        )  # fmt: skip
+        return Drafts.none(len(grown))
 
     new = lax.cond(jnp.any(drafts), lambda: draft(drafter.weights, inputs, backend=backend), none)
     new = _with_conclusion(state, new)

@@ -32,11 +32,13 @@ from jax.sharding import Mesh
 
 from ...cache.keys import Namespaces
 from ...configs.engine import EngineConfig
-from ...kernels.draft import LOOKUP, SHADOW, lookup_only
+from ...kernels.draft import LOOKUP, SHADOW, Drafts, lookup_only
 from ...kernels.sample import choice_seed
-from . import blocking
+from . import blocking, guiding
 from .blocking import Completion
 from .device import Device, Progress
+from .grammar import BadGrammar, Grammar
+from .grammars import Compiled, Grammars, Guide, Guides
 from .identity import CompilationCounter, Identities, numerics_class, system_fingerprint
 from .programs import Program, make_mesh, step_sizes
 from .request import (
@@ -67,6 +69,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 0.002
+"""Seconds that a step is put off for the masks of answers that follow a grammar. Others lose nothing: the device still
+works on the step before."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
@@ -93,6 +99,7 @@ class _Pending:
     result: StepResult
     logits: jax.Array | None
     hidden: jax.Array | None
+    drafts: Drafts | None  # for the pass behind it
     choosing: list[tuple[Sequence, int]]  # sequence, its column in the result
     passes: int
     prefill_tokens: int
@@ -139,6 +146,11 @@ class Engine:
         self._tiers = Tiers(store.cache, self.device, self._notice) if store is not None else None
         if store is not None and metrics is not None:
             metrics.watch(store.cache.stats, self._held_blocks, lambda: self.l1_mode)
+
+        self._guides = Guides()
+        self._grammars: Grammars | None = None
+        if model.tokenizer is not None and model.eos_ids:
+            self._grammars = Grammars(model.tokenizer, model.config.vocab_size, model.eos_ids)
 
         self._wake = threading.Condition()
         self._arrived = False  # a load has something new
@@ -193,6 +205,8 @@ class Engine:
         else:
             self.device.use_one_tile()  # exact without the check that a warm start makes
         self._compiled_at_ready = CompilationCounter.count
+        if warm and self._grammars is not None:
+            self._guides.run(self._grammars.prepare)
         self._thread = threading.Thread(target=self._loop, name="umbra-engine", daemon=True)
         self._thread.start()
         self._ready = True
@@ -204,6 +218,7 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._guides.close()
         if self.store is not None:
             self.store.close()
 
@@ -275,20 +290,31 @@ class Engine:
         wanted = last if params.max_tokens is None else len(prompt) - 1 + params.max_tokens
         sources = self._sources(params.draft)
         tokenizer = self.model.tokenizer
+        limit = min(wanted, last)
+        guide = None
+        if params.grammar is not None:
+            guide = Guide(self.compile_grammar(params.grammar), limit - len(prompt) + 1)
         return Sequence(
             id=request_id or uuid.uuid4().hex,
             params=params,
             prompt=prompt.astype(np.int32),
             seed=params.seed if params.seed is not None else secrets.randbits(64),
             stop_ids=(() if params.ignore_eos else self.model.eos_ids) + params.stop_token_ids,
-            limit=min(wanted, last),
+            limit=limit,
             limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
             sink=sink,
             text=Channels(tokenizer.token_bytes, params.stop, params.thinking) if tokenizer is not None else None,
             identity=self._identities.of(principal, params.layers),
             sources=sources,
             keep=keep,
+            guide=guide,
         )
+
+    def compile_grammar(self, grammar: Grammar) -> Compiled:
+        """The grammar ready to be followed; made once. Takes time: not for an event loop. Raises `BadGrammar`."""
+        if self._grammars is None:
+            raise BadGrammar(f"{self.model.name} has no tokenizer, or no token that ends an answer", grammar.field)
+        return self._grammars.compile(grammar)
 
     def _sources(self, draft: DraftSource) -> int:
         """Where drafts of a request may come from, as bits. `ValueError` when it asks for what there is not."""
@@ -396,6 +422,8 @@ class Engine:
     def _step(self) -> bool:
         """Dispatch the next step and read the one before; False when there was nothing to do."""
         self._take_commands()
+        if self._guides.busy:  # an answer that follows a grammar should not miss the step for a moment
+            self._guides.wait(PATIENCE, everything=True)
         self._bring_up()
         plans, passes, layers = self._plan()
         if any(plans):
@@ -409,6 +437,9 @@ class Engine:
             return True
         if self._tiers is not None and self._tiers.copy_down(now=True):
             return True  # it gave blocks back, which somebody may wait for
+        if self._guides.busy:
+            self._guides.wait(10 * PATIENCE, everything=False)
+            return True
         return bool(self._waiting or self._outbox) and not self._loading
 
     def _bring_up(self) -> None:
@@ -464,20 +495,18 @@ class Engine:
     def _plan(self) -> tuple[list[Plan], int, Layers]:
         """What every shard does in the next step, in how many passes, and over which layers."""
         for shard in self.shards:
+            self._end_lost(shard)
             self._resume(shard)
         self._admit_waiting()
         passes, layers = self._passes(), self._next_layers()
         for shard in self.shards:
             for seq in list(shard.running):
-                if seq.phase is Phase.DECODE and not seq.exhausted and seq.params.layers == layers:
+                if seq.can_decode and seq.params.layers == layers:
                     self._make_room(shard, seq, passes)
         # Making room may have paused or ended sequences: the plan is made from who is left.
         plans = []
         for shard in self.shards:
-            decode = [
-                seq for seq in shard.running
-                if seq.phase is Phase.DECODE and not seq.exhausted and seq.params.layers == layers
-            ]  # fmt: skip
+            decode = [seq for seq in shard.running if seq.can_decode and seq.params.layers == layers]
             plans.append(Plan(decode, shard.plan_chunks(self.config.prefill_chunk, layers)))
         return plans, passes, layers
 
@@ -485,11 +514,7 @@ class Engine:
         """Sequences that run different layers take turns, a step each."""
         running = [seq for shard in self.shards for seq in shard.running]
         asked = list(
-            dict.fromkeys(
-                seq.params.layers
-                for seq in running
-                if seq.phase is not Phase.LOADING and not (seq.phase is Phase.DECODE and seq.exhausted)
-            )
+            dict.fromkeys(seq.params.layers for seq in running if seq.phase is Phase.PREFILL or seq.can_decode)
         )
         if self._last_layers in asked:
             asked = asked[asked.index(self._last_layers) + 1 :] + asked
@@ -501,8 +526,14 @@ class Engine:
         if self.device.passes == 1 or self._waiting or self.config.features:
             return 1
         running = [seq for shard in self.shards for seq in shard.running]
-        alone = all(seq.phase is Phase.DECODE and not seq.params.digest for seq in running)
+        alone = all(seq.phase is Phase.DECODE and not seq.params.digest and seq.guide is None for seq in running)
         return self.device.passes if alone else 1
+
+    def _end_lost(self, shard: Shard) -> None:
+        """End answers whose grammar turned out to be impossible to follow."""
+        for seq in list(shard.running):
+            if seq.guide is not None and seq.guide.error is not None:
+                self._end(seq, "error", error=seq.guide.error)
 
     def _make_room(self, shard: Shard, seq: Sequence, passes: int) -> None:
         """Blocks for what `passes` passes add to `seq`: a token each, pausing others, or `seq` itself, if need be; and
@@ -584,6 +615,11 @@ class Engine:
         tokens, groups = step_sizes(self.device.engine, prefill)
         for shard, plan in zip(self.shards, plans, strict=True):
             shard.fill(plan, inputs, tokens, groups)
+        under_masks = [guiding.guided_of(plan) for plan in plans]
+        if any(under_masks):
+            inputs = inputs._replace(guided=self.device.new_guided())
+            for shard, sequences in zip(self.shards, under_masks, strict=True):
+                guiding.fill(inputs.guided, shard, sequences, self.device.rows)
         result, kept = self.device.run(kind, inputs, layers)
         choosing = [
             (seq, shard.index * shard.slots + seq.slot)
@@ -595,6 +631,7 @@ class Engine:
             result=result,
             logits=kept.logits if any(seq.params.digest for seq, _ in choosing) else None,
             hidden=kept.hidden if self.config.features else None,
+            drafts=kept.drafts if any(seq.guide is not None for seq, _ in choosing) else None,
             choosing=choosing,
             passes=passes,
             prefill_tokens=sum(count for plan in plans for _, _, count in plan.chunks),
@@ -610,6 +647,7 @@ class Engine:
         result = StepResult(*(np.asarray(part) for part in pending.result))  # type: ignore[arg-type]
         logits = np.asarray(pending.logits) if pending.logits is not None else None
         hidden = np.asarray(pending.hidden) if pending.hidden is not None else None
+        drafts = Drafts(*map(np.asarray, pending.drafts)) if pending.drafts is not None else None  # type: ignore[arg-type]
         now = time.monotonic()
         seconds, self._last_read = now - max(pending.started, self._last_read), now
         emitted = 0
@@ -617,7 +655,7 @@ class Engine:
             seq.in_flight -= pending.passes
             if seq.phase is Phase.DONE:
                 continue
-            emitted += self._take(seq, column, result, logits, hidden, now)
+            emitted += self._take(seq, column, result, logits, hidden, drafts, now)
         self._measure(seconds, pending.prefill_tokens, emitted)
         # Small chunks tell nothing of what a long prompt takes, nor do steps that had to be compiled.
         telling = 2 * pending.prefill_tokens >= self.config.prefill_chunk
@@ -626,10 +664,10 @@ class Engine:
 
     def _take(
         self, seq: Sequence, column: int, result: StepResult, logits: np.ndarray | None, hidden: np.ndarray | None,
-        now: float,
+        drafts: Drafts | None, now: float,
     ) -> int:  # fmt: skip
         """Commit what a step chose for `seq`; the number of its new tokens."""
-        first, since = not seq.generated, seq.last_token
+        first, since, thought = not seq.generated, seq.last_token, seq.thinking
         row = seq.shard * self.device.rows + int(result.first[0, column])
         wanted = logits if seq.params.digest else None
         grown = _grown(result, column, row, wanted, hidden, seq.params.logprobs)
@@ -648,6 +686,9 @@ class Engine:
         else:
             self.shards[seq.shard].publish(seq)
             self._emit(seq, emission)
+            if seq.guide is not None and not seq.thinking:
+                assert drafts is not None
+                guiding.advance(self._guides, seq, () if thought else emission.token_ids, drafts, column)
         return n
 
     # ---- ends

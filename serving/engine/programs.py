@@ -245,7 +245,10 @@ class _Builder:
     def passes(self, kind: str, passes: int, *, prefill: bool, hot_blocks: int = 0) -> Program:
         """(fixed, pool, state, inputs, layers) -> pool, state, result, kept."""
         tokens, groups = step_sizes(self.engine, prefill)
-        inputs = input_shapes(self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config))
+        inputs = input_shapes(
+            self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config), self.rows,
+            self.config.vocab_size,
+        )  # fmt: skip
         layers = jax.ShapeDtypeStruct((self.config.n_layers + 1,), np.int32, sharding=NamedSharding(self.mesh, P()))
         spec = self.state_spec
         result = StepResult(*[P(None, "data")] * len(StepResult._fields))  # type: ignore[arg-type]
@@ -262,7 +265,7 @@ class _Builder:
             name, kind, width, fn,
             (self.fixed, self.pool, self.state, self._abstract(inputs, spec), layers),
             (self.fixed_specs, self.pool_spec, spec, spec, P()),
-            (self.pool_spec, spec, result, Kept(spec, spec)), (1, 2),
+            (self.pool_spec, spec, result, Kept(spec, spec, spec)), (1, 2),
         )  # fmt: skip
 
     def admit(self) -> Program:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...configs.engine import MAX_TOP_LOGPROBS
 from ...kernels.draft import LOOKUP, SHADOW
+from .grammar import Grammar
 from .thoughts import Thinking
 
 FinishReason = Literal["stop_token", "stop_string", "max_tokens", "context_length", "cancelled", "error"]
@@ -30,7 +31,8 @@ LOCAL = "local"
 
 FORCED = 3
 SOURCES = {LOOKUP: "lookup", SHADOW: "shadow", FORCED: "forced"}
-"""Who drafts tokens, by number. Forced ones stand whatever the trunk says: the end of thoughts at their budget."""
+"""Who drafts tokens, by number. Forced ones stand whatever the trunk says: the end of thoughts at their budget, and
+tokens that are the only ones that a grammar allows."""
 
 MAX_STOP_IDS = 16  # of a request, beside as many of the model's own
 MAX_LOGIT_BIAS = 512
@@ -40,7 +42,7 @@ MAX_LOGIT_BIAS = 512
 class SamplingParams:
     """How the tokens of a request are chosen. Temperature 0 is greedy.
 
-    The order is: penalties and bias, temperature, top-k, top-p, min-p, then the token with the largest
+    The order is: penalties and bias, the grammar, temperature, top-k, top-p, min-p, then the token with the largest
     log-probability plus Gumbel noise. Noise depends on the seed, the position and the vocabulary id, on nothing else.
     The repetition penalty looks at prompt and answer, presence and frequency penalties at the answer.
     """
@@ -64,6 +66,7 @@ class SamplingParams:
     relax: float = 0.0  # greedy: a drafted token stands if its logit is at most this far below the best; 0: exact
     layers: tuple[int, ...] | None = None  # the layers that run, ascending; None: all
     thinking: Thinking | None = None
+    grammar: Grammar | None = None  # what the text of the answer (not that of its thoughts) must match
     level: str | None = None  # the level that chose the four above, to be reported
 
     def __post_init__(self) -> None:
@@ -93,6 +96,8 @@ class SamplingParams:
         _between("relax", self.relax, 0.0, 100.0)
         if self.layers is not None and (not self.layers or list(self.layers) != sorted(set(self.layers))):
             raise ValueError(f"layers must be different layer numbers in ascending order, got {list(self.layers)}")
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError("ignore_eos is not possible with a grammar, which says where the answer ends")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise ValueError(f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {self.logprobs}")
 

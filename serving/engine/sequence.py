@@ -13,6 +13,7 @@ from ...cache.keys import Identity
 from ...cache.load import Load
 from ...configs.engine import BLOCK, MAX_DRAFT
 from ...kernels.attention import KVPool
+from .grammars import Guide
 from .request import SOURCES, Emission, FinishReason, Keep, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
 
@@ -58,6 +59,7 @@ class Sequence:
     sources: int  # where its drafts may come from, 0: nowhere
     keep: Keep = "blocks"
     priority: int = 0
+    guide: Guide | None = None  # through its grammar
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
     phase: Phase = Phase.WAITING
@@ -123,6 +125,14 @@ class Sequence:
     def exhausted(self) -> bool:
         """Whether the passes in flight reach the limit, if each brings no more than one token."""
         return self.position + self.in_flight >= self.limit
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the next step can choose tokens for it. One that follows a grammar waits for what the last step
+        chose, and for the masks that follow from it."""
+        if self.phase is not Phase.DECODE or self.exhausted:
+            return False
+        return self.guide is None or (self.in_flight == 0 and self.guide.steering is not None)
 
     @property
     def thinking(self) -> bool:

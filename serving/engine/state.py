@@ -15,6 +15,7 @@ import numpy as np
 
 from ...configs.engine import MAX_DRAFT, MAX_TOP_LOGPROBS
 from ...kernels import numerics
+from ...kernels.draft import Drafts
 from ...kernels.sample import RowParams, seed_words
 from .request import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 from .thoughts import MAX_CLOSE, MAX_CLOSE_TOKENS, MAX_CONCLUDE_TOKENS, Thinking
@@ -67,10 +68,13 @@ class SlotState(NamedTuple):
         relaxed = (self.relax > 0) & (self.n_drafts > 0)
         return greedy & unchanged & ~relaxed & (self.bias_ids < 0).all(-1) & (self.n_logprobs < 0)
 
-    def rows(self, slots: jax.Array, positions: jax.Array, drafted: jax.Array) -> RowParams:
+    def rows(
+        self, slots: jax.Array, positions: jax.Array, drafted: jax.Array, mask: jax.Array, masks: jax.Array
+    ) -> RowParams:
         """How rows of the slots `slots` `[R]` choose the tokens at `positions` `[R]`, when the tokens `drafted`
-        `[R, J]` (-1: none) are between the slot's last and theirs."""
+        `[R, J]` (-1: none) are between the slot's last and theirs, among those that `mask` `[R]` of `masks` allows."""
         own = {"position": positions, "slot": slots, "drafted": drafted, "counts": self.counts}
+        own |= {"mask": mask, "masks": masks}
         named = {name: getattr(self, name)[slots] for name in RowParams._fields if name not in own}
         return RowParams(**own, **named)
 
@@ -171,6 +175,31 @@ def _fill_thinking(rows: SlotState, at: int, how: Thinking, thinking: bool) -> N
         rows.close[at, i, MAX_CLOSE_TOKENS - len(ids) :] = ids
 
 
+class Guided(NamedTuple):
+    """What the host decides of the next pass of slots that follow a grammar: which tokens each row may choose, and the
+    drafts that these masks were made for. Rows of a slot follow one another in `masks` as they do in the pass."""
+
+    masks: Leaf  # uint32 [R, ceil(V / 32)]: tokens that may be chosen (kernels/sample/base.py)
+    first: Leaf  # int32 [B]: mask of the slot's first row; -1: it chooses, and drafts, as it likes
+    drafts: Leaf  # int32 [B, J]
+    sources: Leaf  # int32 [B, J]
+    odds: Leaf  # float32 [B, J]
+    length: Leaf  # int32 [B]
+
+    @staticmethod
+    def nothing(data: int, slots: int, rows: int, vocab_size: int) -> Guided:
+        """Host arrays that guide no slot; `slots` and `rows` per data shard."""
+        drafts = np.zeros((data * slots, MAX_DRAFT), np.int32)
+        return Guided(
+            masks=np.zeros((data * rows, -(-vocab_size // 32)), np.uint32),
+            first=np.full(data * slots, -1, np.int32),
+            drafts=drafts - 1,
+            sources=drafts,
+            odds=drafts.astype(np.float32),
+            length=np.zeros(data * slots, np.int32),
+        )
+
+
 class StepInput(NamedTuple):
     """What the host sends for one step: prompt tokens, and which slots decode. Decode rows are laid out on the device,
     since how many tokens are drafted for a slot is known only there."""
@@ -185,10 +214,14 @@ class StepInput(NamedTuple):
     capacity: Leaf  # int32 [B]: positions whose blocks the slot has
     tables: Leaf  # int32 [B, M]
     sizes: Leaf  # int32 [1, 2]: prompt tokens, their groups
+    guided: Any  # `Guided`
 
 
-def input_shapes(data: int, slots: int, tokens: int, groups: int, table_width: int) -> StepInput:
-    """The abstract input of a step with at most `tokens` prompt tokens in `groups` groups per data shard."""
+def input_shapes(
+    data: int, slots: int, tokens: int, groups: int, table_width: int, rows: int, vocab_size: int
+) -> StepInput:
+    """The abstract input of a step with at most `tokens` prompt tokens in `groups` groups, and at most `rows` rows that
+    choose, per data shard."""
 
     def ints(*shape: int, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((data * shape[0], *shape[1:]), dtype)
@@ -196,7 +229,7 @@ def input_shapes(data: int, slots: int, tokens: int, groups: int, table_width: i
     return StepInput(
         ids=ints(tokens), slots=ints(tokens), positions=ints(tokens), starts=ints(groups), counts=ints(groups),
         last=ints(slots), decodes=ints(slots, dtype=np.bool_), capacity=ints(slots), tables=ints(slots, table_width),
-        sizes=ints(1, 2),
+        sizes=ints(1, 2), guided=jax.eval_shape(lambda: Guided.nothing(data, slots, rows, vocab_size)),
     )  # fmt: skip
 
 
@@ -208,16 +241,19 @@ class Keep(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the last pass chose from, in its `R` rows (`StepResult.first`); without columns what is not kept."""
+    """What the last pass chose from, in its `R` rows (`StepResult.first`), without columns what is not kept; and what
+    is drafted behind it."""
 
     logits: Leaf  # float32 [R, V]
     hidden: Leaf  # float32 [R, D]: hidden states before the final norm
+    drafts: Any  # `Drafts` (kernels/draft) for the next pass of each slot
 
     @staticmethod
-    def empty(keep: Keep, rows: int, vocab_size: int, d_model: int) -> Kept:
+    def empty(keep: Keep, rows: int, slots: int, vocab_size: int, d_model: int) -> Kept:
         return Kept(
             jnp.zeros((rows, vocab_size if keep.logits else 0), jnp.float32),
             jnp.zeros((rows, d_model if keep.hidden else 0), jnp.float32),
+            Drafts.none(slots),
         )
 
 

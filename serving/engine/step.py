@@ -17,11 +17,12 @@ from jax import lax
 from ...configs.trunk import TrunkConfig
 from ...kernels import numerics
 from ...kernels.attention import KVPool
+from ...kernels.draft import Drafts
 from ...kernels.passes import Layout, Pace, Sent, Slots, advance, lay_out
 from ...kernels.sample import Choice, choose_rows
 from ...model.trunk import Execution, Trunk
-from .drafting import draft_next
-from .state import Keep, Kept, SlotState, StepInput, StepResult
+from .drafting import draft_next, guide
+from .state import Guided, Keep, Kept, SlotState, StepInput, StepResult
 
 Params = Mapping[str, Any]
 Output = tuple[KVPool, SlotState, StepResult, Kept]
@@ -45,11 +46,13 @@ def run_pass(
     trunk = Trunk(config, fixed.params)
     backend, drafter = run.kernels.passes, fixed.drafter
     pace = None if drafter is None else Pace(drafter.cost, drafter.length)
+    if drafter is not None:
+        state = guide(state, inputs.guided)
     place = lay_out(Slots.of(state), Sent.of(inputs), pace, rows, run.tile, backend=backend)
     x, pool = trunk(place.ids, place.queries, pool, layers[1:], layers[0], run, hot)
 
     hidden = x[place.source]
-    choice, logits = _choose(trunk, run, keep.logits, hidden, state, place)
+    choice, logits = _choose(trunk, run, keep.logits, hidden, state, place, inputs.guided)
     advanced, grown = advance(Slots.of(state), place, choice.token, backend=backend)
     state = state._replace(**advanced._asdict())
     if drafter is not None:
@@ -64,11 +67,12 @@ def run_pass(
         top_ids=choice.top_ids[grown.rows][None],
         top_logprobs=choice.top_logprobs[grown.rows][None],
     )
-    return pool, state, result, Kept(logits, hidden if keep.hidden else hidden[:, :0])
+    drafts = Drafts(state.drafts, state.draft_sources, state.draft_odds, state.n_drafts)
+    return pool, state, result, Kept(logits, hidden if keep.hidden else hidden[:, :0], drafts)
 
 
 def _choose(
-    trunk: Trunk, run: Execution, keep_logits: bool, x: jax.Array, state: SlotState, place: Layout
+    trunk: Trunk, run: Execution, keep_logits: bool, x: jax.Array, state: SlotState, place: Layout, guided: Guided
 ) -> tuple[Choice, jax.Array]:
     """What the rows choose, from their hidden states `x` `[R, D]`.
 
@@ -78,10 +82,12 @@ def _choose(
     padding = -rows % run.head_tile if run.head_tile else 0
     x = jnp.pad(x, ((0, padding), (0, 0)))
     choosing = place.chosen_at > 0
+    first = guided.first[place.slots]
+    mask = jnp.where(first >= 0, first + jnp.arange(rows) - place.first[place.slots], -1)
 
     def from_logits() -> tuple[Choice, jax.Array]:
         logits = trunk.logits(x, place.n_rows, run)[:rows]
-        how = state.rows(place.slots, place.chosen_at, place.before)
+        how = state.rows(place.slots, place.chosen_at, place.before, mask, guided.masks)
         choice = choose_rows(logits, how, choosing, backend=run.kernels.sample)
         greedy = ~(how.temperature >= numerics.MIN_NORMAL)
         return _relaxed(choice, logits, jnp.where(greedy, state.relax[place.slots], 0.0), place.draft), logits
@@ -93,7 +99,7 @@ def _choose(
         tokens = trunk.greedy(x, place.n_rows, run)[:rows]
         return Choice.none(rows)._replace(token=jnp.where(choosing, tokens, 0))
 
-    everything = jnp.any(choosing & ~state.plain[place.slots])
+    everything = jnp.any(choosing & ((mask >= 0) | ~state.plain[place.slots]))
     choice = lax.cond(everything, lambda: from_logits()[0], most_likely)
     return choice, jnp.zeros((rows, 0), jnp.float32)
 
@@ -127,7 +133,7 @@ def run_passes(
         results = jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, n, 0), results, result)
         return pool, state, results, kept
 
-    kept = Kept.empty(keep, rows, config.vocab_size, config.d_model)
+    kept = Kept.empty(keep, rows, slots, config.vocab_size, config.d_model)
     return lax.fori_loop(0, passes, body, (pool, state, StepResult.empty(passes, slots), kept))
 
 

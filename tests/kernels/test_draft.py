@@ -460,6 +460,7 @@ def test_drafts_have_the_noise_of_the_sampler(run, cpu_backend):
         presence=each(0), frequency=each(0), seed=inputs.seed, position=inputs.position + 1,
         counts=jnp.zeros((slots, V), jnp.int32), slot=jnp.arange(slots), drafted=jnp.full((slots, 1), -1),
         bias_ids=jnp.full((slots, 1), -1), bias_values=jnp.zeros((slots, 1)), n_logprobs=each(-1, jnp.int32),
+        mask=each(-1, jnp.int32), masks=jnp.zeros((1, -(-V // 32)), jnp.uint32),
     )  # fmt: skip
     chosen = choose_rows(jnp.asarray(logits, jnp.float32), rows, jnp.ones(slots, bool), backend=cpu_backend)
     got = run(weights, inputs)

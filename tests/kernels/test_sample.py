@@ -13,14 +13,14 @@ from umbra.kernels.sample import RowParams, accept, choice_seed, choose_rows, gu
 
 INF, NAN = np.inf, np.nan
 DTYPES = {"top_k": np.int32, "seed": np.uint32, "position": np.int32, "counts": np.int32, "bias_ids": np.int32}
-DTYPES |= {"n_logprobs": np.int32, "slot": np.int32, "drafted": np.int32}
+DTYPES |= {"n_logprobs": np.int32, "slot": np.int32, "drafted": np.int32, "mask": np.int32, "masks": np.uint32}
 
 
 def row_params(vocab, **values):
     defaults = dict(
         temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition=1.0, presence=0.0, frequency=0.0,
         seed=seed_words(7), position=5, counts=np.zeros(vocab), slot=0, drafted=[-1], bias_ids=np.full(8, -1),
-        bias_values=np.zeros(8), n_logprobs=-1,
+        bias_values=np.zeros(8), n_logprobs=-1, mask=-1, masks=np.zeros(-(-vocab // 32)),
     )  # fmt: skip
     values = defaults | values
     return RowParams(**{name: jnp.asarray(value, DTYPES.get(name, np.float32)) for name, value in values.items()})

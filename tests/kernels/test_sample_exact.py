@@ -14,6 +14,15 @@ from umbra.kernels.sample.reference import _noisy_scores
 alone = jax.jit(choose)
 
 
+def random_masks(rng, rows, vocab):
+    """Words with all, no, some and few bits set."""
+    words = rng.integers(0, 2**32, (rows, -(-vocab // 32)), dtype=np.uint32)
+    kind = rng.integers(0, 4, words.shape)
+    few = np.uint32(1) << (words % np.uint32(32))
+    choices = [np.full_like(words, 0xFFFFFFFF), np.zeros_like(words), words]
+    return np.select([kind == 0, kind == 1, kind == 2], choices, few)
+
+
 def batch(rows, vocab, seed):
     """Random logits and a random mix of options, stacked over rows; each of a slot of its own."""
     rng = np.random.default_rng(seed)
@@ -34,6 +43,8 @@ def batch(rows, vocab, seed):
         bias_ids=jnp.asarray([rng.choice([[1, 3, -1], [-1, -1, -1]]) for _ in range(rows)], jnp.int32),
         bias_values=jnp.asarray(rng.normal(size=(rows, 3)), jnp.float32),
         n_logprobs=jnp.asarray(rng.choice([-1, 0, 4], rows), jnp.int32),
+        mask=jnp.where(rng.random(rows) < 0.5, jnp.arange(rows), -1),
+        masks=jnp.asarray(random_masks(rng, rows, vocab)),
     )
     return jnp.asarray(rng.normal(size=(rows, vocab)) * 4, jnp.float32), params
 

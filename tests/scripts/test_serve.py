@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -110,6 +111,12 @@ class Engine:
         if (sink := self.sinks.pop(request_id, None)) is not None:
             sink([(request_id, Emission("", (), (), (), "cancelled", Usage(1, 1), Timings(0, 0, 0, 0, 1)))])
 
+    def finish(self):
+        """End all answers."""
+        while self.sinks:
+            request_id, sink = self.sinks.popitem()
+            sink([(request_id, Emission("", (), (), (), "stop_token", Usage(1, 1), Timings(0, 0, 0, 0, 1)))])
+
     def close(self):
         self.closed = True
 
@@ -161,6 +168,44 @@ def test_a_stop_signal_ends_running_answers_and_the_server():
     assert engine.closed
     with pytest.raises(httpx.ConnectError):
         httpx.get(address)
+
+
+def test_running_answers_may_end_and_new_requests_are_refused():
+    """The port stays open for as long as something runs; what is registered to stop is waited for."""
+    engine, ready, seen = Engine(), threading.Event(), {}
+    service = Service(ServerConfig(shutdown_grace=4))
+    sock = listen("127.0.0.1", 0)
+    address = url("127.0.0.1", sock)
+
+    async def goodbye():
+        await asyncio.sleep(0.2)
+        seen["goodbye"] = True
+
+    async def broken():
+        raise ValueError("cannot say goodbye")
+
+    service.on_stop += [goodbye, broken]
+
+    def client():
+        ready.wait(5)
+        with httpx.stream("POST", f"{address}/v1/completions", json=BODY, timeout=5) as response:
+            lines = response.iter_lines()
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not service.stopping:
+                time.sleep(0.01)
+            seen["refused"] = httpx.post(f"{address}/v1/completions", json=BODY)
+            seen["readyz"] = httpx.get(f"{address}/readyz")
+            engine.finish()
+            seen["lines"] = [line for line in lines if line]
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert run(service, sock, lambda service: (engine, MODEL), ready.set) == 0
+    thread.join(5)
+    assert seen["refused"].status_code == 503 and int(seen["refused"].headers["retry-after"]) >= 1
+    assert seen["refused"].json()["error"]["code"] == "shutting_down"
+    assert seen["readyz"].json() == {"status": "stopping"}
+    assert seen["lines"][-1] == "data: [DONE]" and seen["goodbye"]
 
 
 def test_an_engine_that_dies_ends_the_server():

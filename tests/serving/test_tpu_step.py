@@ -21,7 +21,7 @@ from umbra.serving.engine import make_mesh
 from umbra.serving.engine.drafting import Drafter
 from umbra.serving.engine.programs import Program, cost_entries, programs, step_rows, step_sizes
 from umbra.serving.engine.request import SamplingParams
-from umbra.serving.engine.state import SlotState, StepInput, empty_rows, fill_row, input_shapes
+from umbra.serving.engine.state import Guided, SlotState, StepInput, empty_rows, fill_row, input_shapes
 from umbra.serving.engine.step import Fixed
 
 CONFIG = EngineConfig(slots=2, context_length=256, blocks=5, prefill_chunk=30, decode_steps=2)
@@ -87,9 +87,10 @@ def generate(model: Model, kernels: Kernels) -> np.ndarray:
 
 def _empty(model: Model, *, prefill: bool) -> StepInput:
     tokens, groups = step_sizes(CONFIG, prefill)
-    shapes = input_shapes(1, CONFIG.slots, tokens, groups, CONFIG.table_width(model.config))
+    width, rows, vocab = CONFIG.table_width(model.config), step_rows(CONFIG, "cpu"), model.config.vocab_size
+    shapes = input_shapes(1, CONFIG.slots, tokens, groups, width, rows, vocab)
     empty = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
-    width = CONFIG.table_width(model.config)
+    empty = empty._replace(guided=Guided.nothing(1, CONFIG.slots, rows, vocab))
     tables = 1 + np.arange(CONFIG.slots * width, dtype=np.int32).reshape(CONFIG.slots, width)
     return empty._replace(
         tables=tables, positions=np.full_like(empty.positions, -1), last=np.full_like(empty.last, -1),

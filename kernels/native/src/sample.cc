@@ -47,6 +47,7 @@ struct Row {
   const float* bias_values;
   int64_t n_bias;
   int32_t n_logprobs;
+  const uint32_t* mask;  // null: everything may be chosen
 };
 
 struct Results {
@@ -95,11 +96,11 @@ class Chooser {
   }
 
  private:
-  // The logits after penalties and bias; still to be cleaned.
+  // The logits after penalties, bias and mask; still to be cleaned.
   const float* changed() {
     const bool penalties = row_.repetition != 1 || row_.presence != 0 || row_.frequency != 0;
     const bool bias = std::any_of(row_.bias_ids, row_.bias_ids + row_.n_bias, [](int32_t id) { return id >= 0; });
-    if (!penalties && !bias) return row_.logits;
+    if (!penalties && !bias && !row_.mask) return row_.logits;
     float* const out = Scratch::at_least(scratch_.changed, vocab_);
     chunks(vocab_, kLightChunk, [&](int64_t begin, int64_t size) {
       if (penalties) {
@@ -114,7 +115,21 @@ class Chooser {
       const int32_t id = row_.bias_ids[i];
       if (id >= 0 && id < vocab_) out[id] += row_.bias_values[i];
     }
+    if (row_.mask) exclude(out);
     return out;
+  }
+
+  // What the mask does not allow becomes -inf.
+  void exclude(float* out) {
+    static_assert(kLightChunk % 32 == 0);
+    chunks(vocab_, kLightChunk, [&](int64_t begin, int64_t size) {
+      for (int64_t i = begin; i < begin + size; i += 32) {
+        const uint32_t word = row_.mask[i / 32];
+        if (word == ~uint32_t{0}) continue;
+        const int64_t n = std::min<int64_t>(32, begin + size - i);
+        for (int64_t bit = 0; bit < n; ++bit) out[i + bit] = word >> bit & 1 ? out[i + bit] : -kInf;
+      }
+    });
   }
 
   // The tokens drafted before this row, again, with all their uses.
@@ -399,38 +414,44 @@ class Chooser {
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 
-// Fields as in kernels/sample/base.py, with a leading axis [R]; counts [B, V].
+// Fields as in kernels/sample/base.py, with a leading axis [R]; counts [B, V], masks [M, words].
 ffi::Error choose_rows(Floats logits, ffi::Buffer<ffi::PRED> active, Floats temperature, Ints top_k, Floats top_p,
                        Floats min_p, Floats repetition, Floats presence, Floats frequency, ffi::Buffer<ffi::U32> seed,
                        Ints position, Ints counts, Ints slot, Ints drafted, Ints bias_ids, Floats bias_values,
-                       Ints n_logprobs, ffi::ResultBuffer<ffi::S32> token, ffi::ResultBuffer<ffi::F32> logprob,
+                       Ints n_logprobs, Ints mask, ffi::Buffer<ffi::U32> masks, ffi::ResultBuffer<ffi::S32> token, ffi::ResultBuffer<ffi::F32> logprob,
                        ffi::ResultBuffer<ffi::S32> top_ids, ffi::ResultBuffer<ffi::F32> top_logprobs) {
   if (logits.dimensions().size() != 2 || counts.dimensions().size() != 2 || drafted.dimensions().size() != 2 ||
-      bias_ids.dimensions().size() != 2 || top_ids->dimensions().size() != 2) {
-    return invalid("umbra_sample: logits must be [R, V], counts [B, V]; drafted, bias_ids and top_ids [R, any]");
+      bias_ids.dimensions().size() != 2 || masks.dimensions().size() != 2 || top_ids->dimensions().size() != 2) {
+    return invalid(
+        "umbra_sample: logits must be [R, V], counts [B, V]; drafted, bias_ids and top_ids [R, any]; masks [M, any]");
   }
   const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
   const int64_t slots = counts.dimensions()[0], n_drafted = drafted.dimensions()[1];
   const int64_t n_bias = bias_ids.dimensions()[1], n_top = top_ids->dimensions()[1];
+  const int64_t n_masks = masks.dimensions()[0], n_words = masks.dimensions()[1];
   if (vocab < 1 || vocab > kLargestVocab) return invalid("umbra_sample: V must be between 1 and 2^24");
   const bool one_each = has_shape(active, {rows}) && has_shape(temperature, {rows}) && has_shape(top_k, {rows}) &&
                         has_shape(top_p, {rows}) && has_shape(min_p, {rows}) && has_shape(repetition, {rows}) &&
                         has_shape(presence, {rows}) && has_shape(frequency, {rows}) && has_shape(position, {rows}) &&
-                        has_shape(slot, {rows}) && has_shape(n_logprobs, {rows}) && has_shape(*token, {rows}) &&
-                        has_shape(*logprob, {rows});
-  if (!one_each || !has_shape(seed, {rows, 2}) || slots < 1 || !has_shape(counts, {slots, vocab}) ||
+                        has_shape(slot, {rows}) && has_shape(n_logprobs, {rows}) && has_shape(mask, {rows}) &&
+                        has_shape(*token, {rows}) && has_shape(*logprob, {rows});
+  if (!one_each || n_masks < 1 || n_words < (vocab + 31) / 32 || !has_shape(seed, {rows, 2}) || slots < 1 || !has_shape(counts, {slots, vocab}) ||
       !has_shape(drafted, {rows, n_drafted}) || !has_shape(bias_ids, {rows, n_bias}) ||
       !has_shape(bias_values, {rows, n_bias}) || !has_shape(*top_logprobs, {rows, n_top})) {
     return invalid(
-        "umbra_sample: a field does not have the shape of kernels/sample/base.py with R in front, counts with B");
+        "umbra_sample: a field does not have the shape of kernels/sample/base.py with R in front, counts with B, masks "
+        "with M");
   }
 
   FloatMode mode;
   const auto one = [&](int64_t r) {
     static thread_local Scratch scratch;
     const uint32_t* const words = seed.typed_data() + 2 * r;
-    // No memory but the counts may be read, whatever the slot is.
+    // No memory but the counts and the masks may be read, whatever the slot and the mask are.
     const int64_t own = std::clamp<int64_t>(slot.typed_data()[r], 0, slots - 1);
+    const int64_t bound = mask.typed_data()[r];
+    const uint32_t* const words_of_mask =
+        bound < 0 ? nullptr : masks.typed_data() + std::min(bound, n_masks - 1) * n_words;
     const NoiseKey noise{words[0], words[1], static_cast<uint32_t>(position.typed_data()[r])};
     const Row row{logits.typed_data() + r * vocab,
                   vocab,
@@ -448,7 +469,8 @@ ffi::Error choose_rows(Floats logits, ffi::Buffer<ffi::PRED> active, Floats temp
                   bias_ids.typed_data() + r * n_bias,
                   bias_values.typed_data() + r * n_bias,
                   n_bias,
-                  n_logprobs.typed_data()[r]};
+                  n_logprobs.typed_data()[r],
+                  words_of_mask};
     const Results out{token->typed_data() + r, logprob->typed_data() + r, top_ids->typed_data() + r * n_top,
                       top_logprobs->typed_data() + r * n_top, n_top};
     Chooser(row, scratch).choose(out);
@@ -492,6 +514,8 @@ UMBRA_HANDLER(umbra_sample, umbra::sample::choose_rows,
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()

@@ -258,6 +258,7 @@ def _row_params(rows: int, vocab: int, *, top_p: float, greedy: bool) -> Any:
         position=each(1, jnp.int32), counts=jnp.zeros((rows, vocab), jnp.int32),
         slot=jnp.arange(rows), drafted=jnp.full((rows, 1), -1, jnp.int32),
         bias_ids=jnp.full((rows, 1), -1, jnp.int32), bias_values=jnp.zeros((rows, 1)), n_logprobs=each(-1, jnp.int32),
+        mask=each(-1, jnp.int32), masks=jnp.zeros((1, -(-vocab // 32)), jnp.uint32),
     )  # fmt: skip
 
 

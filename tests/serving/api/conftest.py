@@ -321,6 +321,25 @@ def start_api() -> Iterator[Callable[..., Api]]:
         one.close()
 
 
+@pytest.fixture(scope="module")
+def start_tiny() -> Iterator[Callable[..., Api]]:
+    """Start a server over an engine that is not a script, and its model."""
+    started: list[Api] = []
+
+    def start(engine: Any, model: Any) -> Api:
+        api = Api(ServerConfig(), attached=False)
+        started.append(api)
+        served = SimpleNamespace(
+            name="tiny", config=model.config, tokenizer=model.tokenizer, chat_template=FakeTemplate()
+        )
+        api.service.attach(engine, served)
+        return api
+
+    yield start
+    for one in started:
+        one.close()
+
+
 @pytest.fixture
 def make_answer() -> Callable[..., list[Step]]:
     return answer

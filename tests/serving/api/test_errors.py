@@ -29,6 +29,11 @@ def error_of(response, status):
     return error
 
 
+def told(call):
+    """A message of the assistant with a call."""
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
 BAD_OPTIONS = [
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
@@ -99,14 +104,34 @@ BAD_OPTIONS = [
     # known options that cannot be honoured
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages[0].content[0].type"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].role"),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+    (told({"id": "1"}), "messages[0].tool_calls[0].function"),
+    (told({"id": "1", "function": {"arguments": "{}"}}), "messages[0].tool_calls[0].function.name"),
+    (told({"id": "1", "function": {"name": "f", "arguments": {}}}), "messages[0].tool_calls[0].function.arguments"),
+    (told({"id": "1", "function": {"name": "f", "arguments": "[1]"}}), "messages[0].tool_calls[0].function.arguments"),
+    (told({"id": "1", "type": "custom", "custom": {}}), "messages[0].tool_calls[0].type"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}, "messages[0].audio"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{"name": "f"}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": 5}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_json": 5}, "guided_json"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ({"response_format": "text"}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x", "format": "wav"}}, "audio"),

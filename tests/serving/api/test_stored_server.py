@@ -73,9 +73,7 @@ def run_until_killed(client):
     time.sleep(random.choice([0, 0.6]))
     client.process.send_signal(signal.SIGKILL)
     client.process.wait(10)
-    return {
-        id: max(0, length - 120) for id, length in seen.items()
-    }  # half a second may be lost
+    return {id: max(0, length - 120) for id, length in seen.items()}  # half a second may be lost
 
 
 def run_until_stopped(client, path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.serving.api.tool_calls import HERMES, BadCall, CallParser, ToolCall, tool_format
+from umbra.serving.api.tool_calls import GENERIC, HERMES, BadCall, CallParser, ToolCall, tool_format
 
 
 def parsed(pieces_of_text):
@@ -36,6 +36,7 @@ def call(name, **arguments):
      ('<tool_call>{"name": "f"}</tool_call>', [ToolCall("f", {})]),
      ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall("f", {"a": 1})]),
      (call("f", a="<tool_call>"), [ToolCall("f", {"a": "<tool_call>"})]),
+     (call("f", a='x"</tool_call>\\', b=1), [ToolCall("f", {"a": 'x"</tool_call>\\', "b": 1})]),
      ("</tool_call> a", ["</tool_call> a"])],
 )  # fmt: skip
 def test_calls_and_text(text, pieces):
@@ -71,10 +72,10 @@ def test_cuts_change_nothing(words, data):
     ("source", "form"),
     [("{% for t in tools %}{{ t }}{% endfor %}<tool_call>{\"arguments\"}</tool_call>", HERMES),
      ("{%- if tools %}<tool_call>{\"name\": , \"arguments\": }</tool_call>{%- endif %}", HERMES),
-     ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
-     ("<tool_call>{\"arguments\"}</tool_call>", None),
-     ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
-     ("{% if tools %}<tool_call><function=f>arguments</tool_call>{% endif %}", None)],
+     ("{% for m in messages %}{{ m.content }}{% endfor %}", GENERIC),
+     ("<tool_call>{\"arguments\"}</tool_call>", GENERIC),
+     ("{% if tools %}[TOOL_CALLS]{% endif %}", GENERIC),
+     ("{% if tools %}<tool_call><function=f>arguments</tool_call>{% endif %}", GENERIC)],
 )  # fmt: skip
 def test_the_form_is_found_in_the_template(source, form):
     assert tool_format(SimpleNamespace(source=source)) == form

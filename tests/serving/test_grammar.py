@@ -1,0 +1,209 @@
+"""Answers that follow a grammar: always valid, the same whatever is drafted, and nobody else notices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from umbra.configs.engine import EngineConfig
+from umbra.model.load import Model
+from umbra.serving.engine import Engine, Grammar, SamplingParams
+from umbra.serving.engine.blocking import Completion
+from umbra.serving.engine.grammar import MAX_GRAMMAR, BadGrammar
+from umbra.serving.engine.thoughts import Thinking
+
+SCHEMAS = int(os.environ.get("UMBRA_SCHEMAS", "12"))
+CONFIG = EngineConfig(slots=4, context_length=512, blocks=40, prefill_chunk=48, draft_rows=24)
+EOS_IDS = (0, 257)
+PROMPT = [ord(c) for c in "Tell me: "]
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Callable, random_shadow: Callable) -> Model:
+    loaded = random_model("tiny", eos_ids=EOS_IDS)
+    base = type(loaded.tokenizer)
+
+    class WithEnds(base):
+        """Tokens that end an answer have no text."""
+
+        def token_bytes(self, token: int) -> bytes:
+            return b"" if token in EOS_IDS else base.token_bytes(self, token)
+
+    shadow = random_shadow(512, loaded.config.d_model)
+    return dataclasses.replace(loaded, shadow=shadow, tokenizer=WithEnds())
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> Iterator[Engine]:
+    with Engine(model, CONFIG) as engine:
+        engine.start()
+        yield engine
+        engine.check()
+        assert engine.stats().used_blocks == 0
+
+
+def work(schemas: list[dict[str, Any]], **how: Any) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and parameters of every kind, one for each schema."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(1, 257) for _ in range(rng.choice([3, 20, 60]))] for _ in schemas]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.8, 1.5]), top_p=rng.choice([1.0, 0.9]), top_k=rng.choice([0, 40]),
+            repetition_penalty=rng.choice([1.0, 1.1]), seed=i, max_tokens=400, grammar=Grammar.json_schema(schema),
+            logprobs=rng.choice([None, 1]), **how,
+        )
+        for i, schema in enumerate(schemas)
+    ]  # fmt: skip
+    return prompts, params
+
+
+def ids(answers: list[Completion]) -> list[tuple[int, ...]]:
+    return [answer.token_ids for answer in answers]
+
+
+def test_random_schemas(engine: Engine, random_schemas: Callable) -> None:
+    schemas = random_schemas(SCHEMAS, 1)
+    prompts, params = work(schemas)
+    mates = [SamplingParams(temperature=0.5 * i, seed=i, max_tokens=40) for i in range(3)]
+    alone = [engine.generate([PROMPT], one)[0] for one in mates]
+
+    answers = engine.generate([*prompts, PROMPT, PROMPT, PROMPT], [*params, *mates])
+    for schema, answer in zip(schemas, answers, strict=False):
+        assert answer.finish_reason == "stop_token", answer.text
+        jsonschema.validate(json.loads(answer.text), schema)
+    assert sum(dict(answer.timings.accepted).get("forced", 0) for answer in answers) > 5 * SCHEMAS
+    assert ids(answers[len(schemas) :]) == ids(alone), "a batch mate noticed"
+
+    assert engine.stats().compilations_after_ready == 0
+    off = engine.generate(prompts, [dataclasses.replace(one, draft="off") for one in params])
+    assert ids(off) == ids(answers[: len(schemas)])
+    assert all(answer.timings.drafted == 0 for answer in off)
+    assert [a.logprobs for a in off] == [a.logprobs for a in answers[: len(schemas)]]
+
+
+@pytest.mark.parametrize("draft", ["auto", "off"])
+def test_what_has_no_end_is_ended_in_time(engine: Engine, draft: str) -> None:
+    """Strings, lists and objects that a random trunk would hardly end."""
+    inner = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "number"}}, "required": ["s", "n"]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "list": {"type": "array", "items": inner},
+            "more": {"type": "object"},
+        },
+        "required": ["text", "list", "more"],
+    }
+    params = [
+        SamplingParams(temperature=0.3 * i, seed=i, max_tokens=100 + 9 * i, draft=draft, grammar=Grammar.json_schema(s))
+        for i, s in enumerate([schema, {"type": "array", "items": schema}, {"type": "object"}, {"type": "string"}] * 2)
+    ]
+    answers = engine.generate([PROMPT] * len(params), params)
+    for one, answer in zip(params, answers, strict=True):
+        assert answer.finish_reason == "stop_token", answer.text
+        jsonschema.validate(json.loads(answer.text), json.loads(one.grammar.text))
+    off = engine.generate([PROMPT] * len(params), [dataclasses.replace(one, draft="off") for one in params])
+    assert ids(off) == ids(answers)
+
+
+def text_of(engine: Engine, grammar: Grammar, **how: Any) -> str:
+    (answer,) = engine.generate([PROMPT], SamplingParams(grammar=grammar, max_tokens=100, **how))
+    assert answer.finish_reason == "stop_token"
+    return answer.text
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.2, "seed": 4}, {"temperature": 0.9, "min_p": 0.1, "seed": 1}])
+def test_kinds(engine: Engine, how: dict[str, Any]) -> None:
+    assert re.fullmatch(r"[0-9]{4}-[a-f]{2,3}", text_of(engine, Grammar.regex(r"[0-9]{4}-[a-f]{2,3}"), **how))
+    assert text_of(engine, Grammar.choice(["red", "green", 'a "b"\n']), **how) in ("red", "green", 'a "b"\n')
+    lark = 'start: "(" inner ")"\ninner: /[xyz]{3}/ | "w300"'
+    assert re.fullmatch(r"\(([xyz]{3}|w300)\)", text_of(engine, Grammar.grammar(lark), **how))
+    gbnf = 'root ::= "[" item ("," item){1,3} "]"\nitem ::= [a-d] [0-9]'
+    assert re.fullmatch(r"\[[a-d][0-9](,[a-d][0-9]){1,3}\]", text_of(engine, Grammar.grammar(gbnf), **how))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 2}),
+        Grammar.json_schema({"type": "object", "required": ["a"], "properties": {"a": False}}),
+        Grammar.json_schema({"enum": []}),
+        Grammar.json_schema({"type": "foo"}),
+        Grammar.json_schema({"$ref": "#/nowhere"}),
+        Grammar.json_schema({"type": "string", "pattern": "a(?=b)"}),
+        Grammar.json_schema(False),
+        Grammar.regex("(ab"),
+        Grammar.grammar("start: other"),
+        Grammar.grammar("root ::= ("),
+        Grammar.grammar(""),
+    ],
+    ids=lambda grammar: grammar.text[:30],
+)
+def test_what_cannot_be_followed_is_refused(engine: Engine, grammar: Grammar) -> None:
+    with pytest.raises(BadGrammar, match="cannot be followed|nothing matches") as error:
+        engine.submit(PROMPT, SamplingParams(grammar=grammar.named("response_format")), sink=lambda pairs: None)
+    assert "\n" not in str(error.value) and error.value.field == "response_format"
+
+
+def test_limits_and_combinations(model: Model) -> None:
+    with pytest.raises(ValueError, match="at most"):
+        Grammar.regex("a" * (MAX_GRAMMAR + 1))
+    with pytest.raises(ValueError, match="at least one text"):
+        Grammar.choice([])
+    with pytest.raises(ValueError, match="ignore_eos"):
+        SamplingParams(grammar=Grammar.json_object(), ignore_eos=True)
+    endless = Engine(dataclasses.replace(model, eos_ids=()), CONFIG)
+    with pytest.raises(BadGrammar, match="no token that ends"):
+        endless.submit(PROMPT, SamplingParams(grammar=Grammar.json_object()), sink=lambda pairs: None)
+
+
+def test_the_limit_and_stop_strings_cut(engine: Engine) -> None:
+    grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["abc"]}, "minItems": 40, "maxItems": 50})
+    (whole, cut, stopped) = engine.generate(
+        [PROMPT] * 3,
+        [
+            SamplingParams(grammar=grammar, max_tokens=400),
+            SamplingParams(grammar=grammar, max_tokens=20),
+            SamplingParams(grammar=grammar, max_tokens=400, stop=("bc",)),
+        ],
+    )
+    assert 40 <= len(json.loads(whole.text)) <= 50
+    assert cut.finish_reason == "max_tokens" and cut.token_ids == whole.token_ids[:20]
+    assert stopped.finish_reason == "stop_string" and stopped.text == '["a'
+    assert len(whole.token_ids) / whole.timings.passes > 3, "what is forced comes several at a time"
+
+
+def test_thoughts_are_free(engine: Engine) -> None:
+    thinking = Thinking(10, ((400, 401),), (410, 411, 412, 400, 401))
+    properties = {"a": {"type": "boolean"}}
+    grammar = Grammar.json_schema(
+        {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    )
+    for draft in ("auto", "off"):
+        params = SamplingParams(max_tokens=80, thinking=thinking, grammar=grammar, draft=draft)  # type: ignore[arg-type]
+        (answer,) = engine.generate([PROMPT], params)
+        assert answer.usage.thought_tokens == 15
+        assert set(json.loads(answer.text)) >= {"a"}
+
+
+def test_when_sequences_are_paused(model: Model, engine: Engine, random_schemas: Callable) -> None:
+    """Few blocks, and several passes in one device loop for those that are free."""
+    schemas = random_schemas(4, 3)
+    prompts, params = work(schemas)
+    expected = ids(engine.generate(prompts, params))
+    config = dataclasses.replace(CONFIG, slots=3, blocks=6, decode_steps=3)
+    with Engine(model, config) as small:
+        small.start(warm=False)
+        free = SamplingParams(max_tokens=300, temperature=1.0, seed=1)
+        got = small.generate([*prompts, PROMPT, PROMPT], [*params, free, free])
+        assert ids(got[:4]) == expected
+        assert small.stats().preemptions > 0
+        small.check()
