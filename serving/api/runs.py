@@ -279,14 +279,19 @@ class Runs:
             self._running.pop((tenant, id), None)
         await self._service.offload(lambda: self._conversations.delete(tenant, id))
 
+    @property
+    def running(self) -> list[Run]:
+        """The runs that have not ended."""
+        return [run for run in self._running.values() if not run.ended]
+
     async def drain(self) -> None:
         """Wait until all runs have ended and are stored."""
-        while waiting := [run for run in self._running.values() if not run.ended]:
+        while waiting := self.running:
             await asyncio.gather(*(run.done() for run in waiting))
 
     def stop_all(self) -> None:
         """End all runs, which can be gone on with later."""
-        for run in list(self._running.values()):
+        for run in self.running:
             run.stop("incomplete")
 
     # ---- a run's task
@@ -404,9 +409,9 @@ class Runs:
 
     async def _save_regularly(self) -> None:
         """Store the new tokens of all runs, all in one commit."""
-        while any(not run.ended for run in self._running.values()):
+        while self.running:
             await asyncio.sleep(CHECKPOINT)
-            growing = [run for run in self._running.values() if run.plan.stored and not run.ended and run._unsaved]
+            growing = [run for run in self.running if run.plan.stored and run._unsaved]
             if not growing:
                 continue
             answers = {run.id: run._unsaved for run in growing}

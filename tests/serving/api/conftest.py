@@ -304,7 +304,9 @@ def api(shared_api: Api) -> Iterator[Api]:
     shared_api.engine.reset()
     shared_api.attach()
     yield shared_api
-    wait_for(lambda: shared_api.service.inflight == 0)
+    runs = shared_api.service.runs
+    shared_api.loop.call_soon_threadsafe(runs.stop_all)
+    wait_for(lambda: shared_api.service.inflight == 0 and not runs.running)
 
 
 @pytest.fixture
