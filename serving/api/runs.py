@@ -37,6 +37,9 @@ CHECKPOINT = 0.5
 REPLAY_BYTES = 4 << 20
 """Events of one run that are kept one by one; beyond that, neighbouring pieces of text become one."""
 
+LINGER_BYTES = 32 << 20
+"""Events of all runs that have ended, are stored nowhere, and may be asked for again by a reader that lost them."""
+
 Ending: TypeAlias = Literal["finished", "cancelled", "incomplete"]
 """How an answer ended that did not fail: by itself, by its client, or because the server or its reader went away."""
 
@@ -237,6 +240,7 @@ class Runs:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._running: dict[tuple[str, str], Run] = {}
+        self._lingering: dict[tuple[str, str], int] = {}  # ended and not stored, the oldest first: bytes of events
         self._tasks: set[asyncio.Task[None]] = set()
         self._saver: asyncio.Task[None] | None = None
 
@@ -431,9 +435,16 @@ class Runs:
 
     def _forget_later(self, run: Run) -> None:
         """What is stored can be asked for there. Of what is not, the end is kept for a while for a reader that lost
-        its connection."""
+        its connection, as far as there is room."""
+        key = (run.tenant, run.id)
         if run.plan.stored or not run.plan.linger:
-            self._running.pop((run.tenant, run.id), None)
-        else:
-            loop = asyncio.get_running_loop()
-            loop.call_later(run.plan.linger, self._running.pop, (run.tenant, run.id), None)
+            self._running.pop(key, None)
+            return
+        self._lingering[key] = run.log.size
+        while sum(self._lingering.values()) > LINGER_BYTES:
+            self._forget(next(iter(self._lingering)))
+        asyncio.get_running_loop().call_later(run.plan.linger, self._forget, key)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        if self._lingering.pop(key, None) is not None:
+            self._running.pop(key, None)

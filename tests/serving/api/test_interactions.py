@@ -333,3 +333,20 @@ def test_long_logs_are_merged(api, monkeypatch):
 def test_resource_times_are_rfc3339(api):
     body = ask(api).json()
     assert time.strptime(body["created"], "%Y-%m-%dT%H:%M:%SZ") and body["updated"] >= body["created"]
+
+
+def test_memory_is_bounded(start_api):
+    """Without a state folder the oldest go."""
+    api = start_api(ServerConfig(max_stored=40_000))
+    ids = [ask(api, "x" * 500).json()["id"] for _ in range(40)]
+    known = [get(api, id).status_code == 200 for id in ids]
+    assert known[-1] and not known[0] and known == sorted(known) and 5 < sum(known) < 40
+
+
+def test_what_is_not_stored_lingers_within_bounds(api, monkeypatch):
+    monkeypatch.setattr("umbra.serving.api.runs.LINGER_BYTES", 10_000)
+    before = set(api.service.runs._lingering)
+    for _ in range(12):
+        stream(api, store=False)
+    kept = set(api.service.runs._lingering) - before
+    assert 1 <= len(kept) < 12 and kept <= set(api.service.runs._running)
