@@ -85,7 +85,7 @@ def find_beginning(service: Service, loaded: Loaded, tenant: str, name: str, fie
     content = _reported(lambda: service.conversations.contents.get(service.conversations.space(tenant), name))
     if content.model not in (loaded.name, loaded.model.name):
         raise invalid(field, f"{name} belongs to the model {content.model!r}")
-    return Beginning(content.body["messages"], content.body["tools"], content.token_ids)
+    return Beginning(content.body["messages"], content.body["tools"], content.token_ids.tolist())
 
 
 # ---- the resource

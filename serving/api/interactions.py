@@ -131,6 +131,13 @@ def revive(loaded: Loaded, row: Interaction) -> InteractionWriter:
     return InteractionWriter(resource, thinks=thinks, summary=row.request["shown"], tools=stored_tools(loaded, row))
 
 
+_SAME_OPTIONS = (
+    "temperature", "top_p", "top_k", "seed", "stop_sequences", "max_output_tokens", "presence_penalty",
+    "frequency_penalty", "speech_config", "image_config",
+)  # fmt: skip
+"""Options that the Gemini protocol has by the same name."""
+
+
 # ---- creating
 
 
@@ -233,9 +240,7 @@ def _summaries(config: InteractionConfig) -> bool:
 
 def _as_gemini(body: InteractionBody, config: InteractionConfig) -> GenerationConfig:
     """The options in the form of the Gemini protocol."""
-    same = ("temperature", "top_p", "top_k", "seed", "stop_sequences", "max_output_tokens", "presence_penalty")
-    same += ("frequency_penalty", "speech_config", "image_config")
-    options = {name: getattr(config, name) for name in same}
+    options = {name: getattr(config, name) for name in _SAME_OPTIONS}
     if config.video_config is not None:
         raise unsupported("generation_config.video_config", "'generation_config.video_config': supported: text")
     thinking = None

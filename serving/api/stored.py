@@ -105,7 +105,7 @@ def turn_of(stored: Stored, conversations: Conversations, tenant: str) -> Turn:
     row, request = stored.row, stored.row.request
     return Turn(
         row.id,
-        row.token_ids,
+        row.token_ids.tolist(),
         request["system"],
         request["tools"],
         {**request["names"], **stored.output["names"]},

@@ -337,7 +337,7 @@ def test_resource_times_are_rfc3339(api):
 
 def test_memory_is_bounded(start_api):
     """Without a state folder the oldest go."""
-    api = start_api(ServerConfig(max_stored=40_000))
+    api = start_api(ServerConfig(max_stored=80_000))
     ids = [ask(api, "x" * 500).json()["id"] for _ in range(40)]
     known = [get(api, id).status_code == 200 for id in ids]
     assert known[-1] and not known[0] and known == sorted(known) and 5 < sum(known) < 40
