@@ -36,7 +36,8 @@ from .service import Loaded, Service, failure, gather
 from .stream import EventStream, Watch
 from .tool_calls import Tools
 
-METHODS = ("generateContent", "streamGenerateContent", "countTokens")
+EMBEDDING = ("embedContent", "batchEmbedContents")
+METHODS = ("generateContent", "streamGenerateContent", "countTokens", *EMBEDDING)
 """What can be asked of a model."""
 
 _REFUSED_QUERY = ("fields", "$fields", "callback", "$callback")

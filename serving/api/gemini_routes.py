@@ -8,13 +8,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from .embeddings import BatchEmbedBody, EmbedBody, batch_embed_contents, embed_content
 from .gemini import count_tokens, generate_content, stream_generate_content, unknown_method
 from .gemini_schemas import CountBody, GenerateBody, Message
 from .models import get_model, list_models
 from .service import Service
 
 VERSIONS = ("v1", "v1beta", "v1alpha")
-BODIES = (GenerateBody, CountBody)
+BODIES = (GenerateBody, CountBody, EmbedBody, BatchEmbedBody)
 """Schemas that the routes refer to in the OpenAPI document."""
 
 Method = Callable[[Request, Service, str], Awaitable[Response]]
@@ -23,6 +24,8 @@ _METHODS: dict[str, tuple[Method, type[Message]]] = {
     "generateContent": (generate_content, GenerateBody),
     "streamGenerateContent": (stream_generate_content, GenerateBody),
     "countTokens": (count_tokens, CountBody),
+    "embedContent": (embed_content, EmbedBody),
+    "batchEmbedContents": (batch_embed_contents, BatchEmbedBody),
 }
 
 
