@@ -294,14 +294,17 @@ class Engine:
         wanted = last if params.max_tokens is None else len(prompt) - 1 + params.max_tokens
         sources = self._sources(params.draft)
         tokenizer = self.model.tokenizer
-        guide = Guide(self.compile_grammar(params.grammar)) if params.grammar is not None else None
+        limit = min(wanted, last)
+        guide = None
+        if params.grammar is not None:
+            guide = Guide(self.compile_grammar(params.grammar), limit - len(prompt) + 1)
         return Sequence(
             id=request_id or uuid.uuid4().hex,
             params=params,
             prompt=prompt.astype(np.int32),
             seed=params.seed if params.seed is not None else secrets.randbits(64),
             stop_ids=(() if params.ignore_eos else self.model.eos_ids) + params.stop_token_ids,
-            limit=min(wanted, last),
+            limit=limit,
             limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
             sink=sink,
             text=Channels(tokenizer.token_bytes, params.stop, params.thinking) if tokenizer is not None else None,
@@ -698,9 +701,9 @@ class Engine:
         else:
             self.shards[seq.shard].publish(seq)
             self._emit(seq, emission)
-            if seq.guide is not None and not thought:
+            if seq.guide is not None and not seq.thinking:
                 assert drafts is not None
-                guiding.advance(self._guides, seq, emission.token_ids, drafts, column)
+                guiding.advance(self._guides, seq, () if thought else emission.token_ids, drafts, column)
         return n
 
     # ---- ends
