@@ -97,7 +97,7 @@ class ContextCache:
         self._rates = {name: Rate(first) for name, first in _FIRST_RATES.items()}
         self._load_seconds = {name: Histogram() for name in _FIRST_RATES}
         self.memory = self._open("host memory", self._open_memory) if config.memory else None
-        self.disk = self._open("cache folder", self._open_disk) if config.folder else None
+        self.disk = self._open("cache folder", self._open_disk) if config.folder and config.disk_quota else None
         self.objects = self._open("object store", self._open_objects) if config.object_store else None
         self.tiers: tuple[Tier[Any], ...] = tuple(
             tier for tier in (self.memory, self.disk, self.objects) if tier is not None
@@ -221,6 +221,16 @@ class ContextCache:
 
     # ---- loading
 
+    def expect(self, identity: Identity, token_ids: Sequence[int] | np.ndarray, *, known_blocks: int = 0) -> None:
+        """Have the disk read ahead what it has of a prompt that waits for its turn, the most recent first."""
+        if self.disk is None:
+            return
+        with self._leases.take() as lease:
+            found = self._find(identity.chain(token_ids), known_blocks, lease)
+        cold = [each.entry for each in reversed(found) if each.tier is self.disk]
+        if cold:
+            self._readers.submit(self.disk.expect, cold)
+
     def load(self, match: Match, on_ready: Callable[[], None] | None = None) -> Load:
         """Start reading what was matched; the load owns the lease from here on.
 
@@ -232,7 +242,8 @@ class ContextCache:
         with self._lock:
             load = Load(
                 list(match.found), match.lease, self.layout, self._readers, ahead_bytes=self.config.load_bytes,
-                current=lambda: self._epoch == match.epoch, on_ready=on_ready, on_end=self._load_ended,
+                hot_tokens=self.config.hot_tokens, current=lambda: self._epoch == match.epoch, on_ready=on_ready,
+                on_end=self._load_ended,
             )  # fmt: skip
             self._loads.add(load)
         if not match.found:
@@ -292,6 +303,11 @@ class ContextCache:
         """
         targets = self._targets(persist)
         return bool(targets) and self._writer.offer(info, contents, targets, done)
+
+    @property
+    def room(self) -> int:
+        """Bytes of blocks that may be offered now."""
+        return max(0, self.config.queue_bytes - self._writer.pending_bytes)
 
     def _targets(self, persist: bool) -> tuple[Tier[Any], ...]:
         return self.tiers if persist else tuple(tier for tier in self.tiers if tier is self.memory)

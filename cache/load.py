@@ -1,4 +1,8 @@
-"""Bringing a chain's blocks up: several reads in flight, handed over in chain order as they arrive."""
+"""Bringing a chain's blocks up: several reads in flight, the most recent tokens first, handed over as they arrive.
+
+The blocks of a request's hot window, the end of what was found, are read before the others; both are read and handed
+over in chain order. Nothing counts as loaded before all that it continues is.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,14 @@ class Loaded:
     crc: int
 
 
+class _Span:
+    """Blocks `start` to `end` of a chain: how far they were asked for, and handed over."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.submitted = self.delivered = start
+        self.end = end
+
+
 class Load:
     """The reads of one request. The engine polls it once a step; reading happens on other threads.
 
@@ -63,6 +75,7 @@ class Load:
         readers: Executor,
         *,
         ahead_bytes: int,
+        hot_tokens: int = 0,
         current: Callable[[], bool],
         on_ready: Callable[[], None] | None,
         on_end: Callable[[Load], None],
@@ -79,12 +92,26 @@ class Load:
         self._on_ready, self._on_end = on_ready, on_end
         self._lock = threading.Lock()
         self._results: dict[int, Loaded] = {}
-        self._submitted = self._delivered = 0
+        window = self._window(hot_tokens)
+        self._parts = (_Span(window, len(found)), _Span(0, window))  # in the order of reading
+        self.hot_bytes = sum(each.entry.payload_bytes for each in found[window:])
+        self.hot_seconds: float | None = None  # until the hot window was handed over
         self._limit = len(found)  # blocks before the first that could not be read
         self._in_flight_bytes = 0
         self._ended = False
         with self._lock:
             self._submit()
+
+    def _window(self, tokens: int) -> int:
+        """Where the hot window begins: it takes at most half of what may be read ahead, so that the rest gets on."""
+        first, nbytes = len(self.found), 0
+        while first and tokens > 0:
+            nbytes += self.found[first - 1].entry.payload_bytes
+            if 2 * nbytes > self._ahead_bytes:
+                break
+            first -= 1
+            tokens -= self.found[first].tokens
+        return first
 
     @property
     def done(self) -> bool:
@@ -93,12 +120,13 @@ class Load:
 
     @property
     def delivered(self) -> list[Found]:
-        """What was handed over."""
-        return self.found[: self._delivered]
+        """What was handed over without a gap from the first block on."""
+        window, rest = self._parts
+        return self.found[: window.delivered if rest.delivered == rest.end else rest.delivered]
 
     @property
     def tokens(self) -> int:
-        """Tokens that were handed over."""
+        """Tokens of `delivered`."""
         return sum(found.tokens for found in self.delivered)
 
     @property
@@ -114,21 +142,27 @@ class Load:
         first, last = self._spans[tier]
         return last - first
 
-    def poll(self) -> list[Loaded]:
-        """The blocks that have arrived since, in chain order, without a gap. Takes microseconds."""
+    def poll(self, most: int | None = None) -> list[Loaded]:
+        """The blocks that have arrived since, at most `most`. Takes microseconds."""
         ready: list[Loaded] = []
         with self._lock:
             if self._ended:
                 return ready
             if not self._current():
-                self._fail("stale_epoch", self._delivered)
-            while self._delivered < self._limit and self._delivered in self._results:
-                loaded = self._results.pop(self._delivered)
-                self._delivered += 1
-                self._in_flight_bytes -= len(loaded.payload)
-                ready.append(loaded)
+                self._fail("stale_epoch", len(self.delivered))
+            for span in self._parts:
+                while span.delivered < min(self._limit, span.end) and span.delivered in self._results:
+                    if most is not None and len(ready) >= most:
+                        break
+                    loaded = self._results.pop(span.delivered)
+                    span.delivered += 1
+                    self._in_flight_bytes -= len(loaded.payload)
+                    ready.append(loaded)
+            window, _ = self._parts
+            if self.hot_seconds is None and window.delivered == window.end:
+                self.hot_seconds = time.monotonic() - self.started
             self._submit()
-            over = self._delivered >= self._limit
+            over = all(span.delivered >= min(self._limit, span.end) for span in self._parts)
         if over:
             self.close()
         return ready
@@ -155,13 +189,14 @@ class Load:
         self.close()
 
     def _submit(self) -> None:
-        while not self._ended and self._submitted < self._limit:
-            nbytes = self.found[self._submitted].entry.payload_bytes
-            if self._in_flight_bytes and self._in_flight_bytes + nbytes > self._ahead_bytes:
-                return
-            self._in_flight_bytes += nbytes
-            self._readers.submit(self._read, self._submitted)
-            self._submitted += 1
+        for span in self._parts:
+            while not self._ended and span.submitted < min(self._limit, span.end):
+                nbytes = self.found[span.submitted].entry.payload_bytes
+                if self._in_flight_bytes and self._in_flight_bytes + nbytes > self._ahead_bytes:
+                    return
+                self._in_flight_bytes += nbytes
+                self._readers.submit(self._read, span.submitted)
+                span.submitted += 1
 
     def _read(self, at: int) -> None:
         """On a reading thread."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ class Store:
         secret: Path | None = None,
         contents_tokens: int = 1_000_000,
         clock: Callable[[], float] = time.time,
+        upkeep_every: float = 60.0,
     ) -> None:
         """Opens what is there; a part that cannot be opened is left out with a warning.
 
@@ -59,6 +61,7 @@ class Store:
             secret: a file that machines share which share an object store; by default in `folder`.
             contents_tokens: of cached contents that one tenant may keep.
             clock: seconds since 1970.
+            upkeep_every: seconds between removals of what has expired.
 
         Raises `OSError` or `ValueError` if there is no secret and none can be made.
         """
@@ -78,6 +81,18 @@ class Store:
             )
         except (OSError, ValueError, sqlite3.Error, Unavailable, Unreadable) as error:
             log.warning("conversations are not stored: %s", error)
+        self._closed = threading.Event()
+        self._keeper = threading.Thread(
+            target=self._keep_up, args=(upkeep_every,), name="umbra-store-upkeep", daemon=True
+        )
+        self._keeper.start()
+
+    def _keep_up(self, seconds: float) -> None:
+        while not self._closed.wait(seconds):
+            try:
+                self.upkeep()
+            except (OSError, sqlite3.Error, Unavailable, Unreadable) as error:
+                log.warning("what has expired was not removed: %s", error)
 
     def identity(self, principal: str) -> Identity:
         """Whose blocks and conversations: of whom the server has authenticated, never of a request's body."""
@@ -102,7 +117,7 @@ class Store:
         self.cache.forget(identity, self.interactions.delete(identity.space, id))
 
     def upkeep(self) -> int:
-        """Remove what has expired, to be called about once a minute; how many interactions went."""
+        """Remove what has expired; how many interactions went. Called by itself now and then."""
         if self._interactions is None or self._contents is None:
             return 0
         purged = self._interactions.purge()
@@ -113,7 +128,11 @@ class Store:
         return len(purged)
 
     def close(self) -> None:
-        """Write what waits, and let go of the folder."""
+        """Write what waits, and let go of the folder; further calls do nothing."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._keeper.join()
         self.cache.close()
         if self._interactions is not None:
             self._database.close()

@@ -16,7 +16,7 @@ class CacheConfig:
     folder: Path | None = None
     """Where the cold tier keeps its segments; None: there is none."""
     disk_quota: int = 8 * GIB
-    """Most that the folder takes on the disk, all servers that use it together."""
+    """Most that the folder takes on the disk, all servers that use it together; 0: there is no cold tier."""
     disk_reserve: int | None = None
     """What stays free on the file system; None: 2 GiB, or 5 % of it if that is more."""
     disk_watermarks: tuple[float, float] = (0.90, 0.75)
@@ -35,6 +35,8 @@ class CacheConfig:
     """Threads that read and verify blocks."""
     load_bytes: int = 64 * MIB
     """Blocks that are read ahead of the engine, of one request."""
+    hot_tokens: int = 2048
+    """Of what a request has found, the last ones, which are brought up before the others."""
     queue_bytes: int = 256 * MIB
     """Blocks that wait to be written; beyond that they are not kept."""
     sync_interval: float = 0.05
@@ -53,7 +55,7 @@ class CacheConfig:
     """A file of JSON lines, one per request, for the simulator; None: not written."""
 
     def __post_init__(self) -> None:
-        for field in ("disk_quota", "object_quota", "readers", "load_bytes", "queue_bytes", "sync_bytes"):
+        for field in ("object_quota", "readers", "load_bytes", "queue_bytes", "sync_bytes"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         for field in ("sync_interval", "lease", "load_margin", "retry"):
@@ -65,5 +67,6 @@ class CacheConfig:
         high, low = self.disk_watermarks
         if not 0 < low <= high <= 1:
             raise ValueError(f"disk_watermarks must be two shares, the larger first, got {self.disk_watermarks}")
-        if self.memory < 0 or (self.disk_reserve or 0) < 0:
-            raise ValueError("sizes of memory and reserve must not be negative")
+        for field in ("disk_quota", "disk_reserve", "memory", "hot_tokens"):
+            if (getattr(self, field) or 0) < 0:
+                raise ValueError(f"{field} must not be negative, got {getattr(self, field)}")

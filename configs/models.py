@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from .trunk import GLOBAL, LOCAL, RopeScaling, TrunkConfig
@@ -190,3 +191,9 @@ def named(name: str) -> TrunkConfig:
     if name not in NAMED:
         raise ValueError(f"no configuration is called {name!r}; known: {', '.join(NAMED)}")
     return NAMED[name]
+
+
+def served_name(spec: str) -> str:
+    """The model id clients use: the name itself, or the last part of a path or hub name without `.gguf`."""
+    last = os.path.basename(spec.removeprefix("hf:").rstrip("/"))
+    return last.removesuffix(".gguf") or "model"

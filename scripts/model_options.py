@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configs.cache import GIB, CacheConfig
 from ..configs.embedding import EmbeddingForm, parse_embedding
 from ..kernels.backend import ASKED, choose
 from ..serving.platform import parse_mesh, setup
@@ -20,8 +23,28 @@ log = logging.getLogger(__name__)
 
 DRAFT_SOURCES = ("auto", "off", "lookup", "shadow")
 
+HOST_MEMORY = 8 * GIB
+"""Of the host, for KV blocks of an accelerator, unless told otherwise."""
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A folder that outlives the process, and the tiers of KV in it and beside it."""
+
+    folder: Path
+    cache: CacheConfig = CacheConfig()
+    own_memory: bool = True
+    """Whether the platform decides about host memory."""
+    optional: bool = False
+    """Whether to do without it, with a warning, where the folder cannot be used."""
+
+    def on(self, platform: str) -> CacheConfig:
+        """The tiers on this platform."""
+        default = 0 if platform == "cpu" else HOST_MEMORY
+        return dataclasses.replace(self.cache, memory=default) if self.own_memory else self.cache
 
 
 def positive(text: str) -> int:
@@ -105,6 +128,60 @@ def add_draft_option(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def state_folder(text: str) -> Path | None:
+    """A folder, or None for `off`, for argparse."""
+    return None if text == "off" else Path(text).expanduser()
+
+
+def gibibytes(text: str) -> int:
+    """GiB as bytes, for argparse."""
+    try:
+        size = round(float(text) * GIB)
+    except (ValueError, OverflowError):
+        size = -1
+    if size < 0:
+        raise argparse.ArgumentTypeError(f"must be a number of GiB of at least 0, got {text!r}")
+    return size
+
+
+def add_state_options(parser: argparse.ArgumentParser, default: Path | None) -> None:
+    """`default`: the folder used when none is named; None: off."""
+    group = parser.add_argument_group("context cache")
+    group.add_argument(
+        "--state", type=state_folder, default=default, metavar="DIR",
+        help="where KV and conversations are kept across restarts, or off: nothing is kept "
+        f"({default or 'off'})",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-disk", type=gibibytes, default=CacheConfig.disk_quota, metavar="GIB",
+        help=f"most that KV takes on the disk; 0: none ({CacheConfig.disk_quota / GIB:g})",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-memory", type=gibibytes, metavar="GIB",
+        help=f"host memory for KV; 0: none (0 on a CPU, whose pool is host memory already, else {HOST_MEMORY / GIB:g})",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-objects", default="", metavar="URL",
+        help="a pool of KV shared by machines: gs://bucket/path, s3://bucket/path or file:///path",
+    )  # fmt: skip
+    group.add_argument(
+        "--cache-log", type=Path, metavar="F", help="a file that gets a line for every request, for replays"
+    )
+
+
+def state(args: argparse.Namespace, default: Path | None) -> State | None:
+    """What `add_state_options` chose; the default folder is one that can be done without. Raises `ValueError`."""
+    if args.state is not None:
+        config = CacheConfig(
+            disk_quota=args.cache_disk, memory=args.cache_memory or 0, object_store=args.cache_objects,
+            access_log=args.cache_log,
+        )  # fmt: skip
+        return State(args.state, config, own_memory=args.cache_memory is None, optional=args.state == default)
+    if args.cache_memory or args.cache_objects or args.cache_log:
+        raise ValueError("--cache-memory, --cache-objects and --cache-log need a folder, but --state is off")
+    return None
+
+
 def prepare(threads: int | None, mesh: tuple[int, int] | None, kernels: str = "auto") -> None:
     """Settings of the process. Must run before anything imports JAX."""
     setup(threads, mesh[0] * mesh[1] if mesh else None, kernels)
@@ -122,19 +199,22 @@ def open_engine(
     progress: Progress | None = None,
     metrics: EngineMetrics | None = None,
     warm: bool = True,
+    state: State | None = None,
     **sizes: Any,
 ) -> tuple[Model, Engine]:
     """Load a model and start an engine for it; `sizes` are fields of `EngineConfig`. Call `prepare` first.
 
-    With `draft` "off" nothing can be drafted, with "lookup" there is no shadow. `warm=False` compiles every program
+    With `draft` "off" nothing can be drafted, with "lookup" there is no shadow. Without a `state` nothing outlives
+    the engine. `warm=False` compiles every program
     when it is first needed.
     """
     import jax
 
     from ..configs.engine import EngineConfig
-    from ..configs.models import NAMED
+    from ..configs.models import NAMED, served_name
     from ..model.load import load_model, open_source
     from ..serving.engine import Engine, make_mesh
+    from ..serving.storage import open_store
 
     devices, over = jax.devices(), None
     if mesh is not None or len(devices) > 1:
@@ -153,6 +233,15 @@ def open_engine(
     )  # fmt: skip
     if draft == "shadow" and loaded.shadow is None:
         raise ValueError(f"there is no shadow network for {model}; train one with scripts/train_shadow.py")
-    engine = Engine(loaded, EngineConfig(**sizes), mesh=over, metrics=metrics)
+    config, store = EngineConfig(**sizes), None
+    if state is not None:
+        try:
+            cache, name = state.on(devices[0].platform), served_name(model)
+            store = open_store(state.folder, loaded, config, cache, mesh=over, name=name)
+        except (OSError, ValueError) as error:
+            if not state.optional:
+                raise
+            log.warning("nothing outlives this process: %s", error)
+    engine = Engine(loaded, config, mesh=over, metrics=metrics, store=store)
     engine.start(warm=warm, progress=progress)
     return loaded, engine

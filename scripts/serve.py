@@ -16,14 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from umbra.configs.engine import EngineConfig
+from umbra.configs.files import cache_dir
+from umbra.configs.keys import ApiKey, Limits, new_key, plain_keys, read_keys
 from umbra.configs.server import ServerConfig
 from umbra.scripts.level_options import add_level_option, add_lossy_option
-from umbra.scripts.model_options import OneLineParser, add_draft_option, add_model_options, only, open_engine, prepare
+from umbra.scripts.model_options import (
+    OneLineParser,
+    State,
+    add_draft_option,
+    add_model_options,
+    add_state_options,
+    only,
+    open_engine,
+    prepare,
+    state,
+)
+from umbra.serving.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from umbra.serving.api.server import Load
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SIZES = ("slots", "context_length", "kv", "kv_memory", "prefill_chunk", "decode_steps", "hot_window", "max_queue")
 """Options that are fields of `EngineConfig` of the same name."""
 
@@ -55,10 +67,29 @@ def parser() -> argparse.ArgumentParser:
         help="KV kept on the chip through a device loop: auto (default; on TPUs) or off",
     )  # fmt: skip
     sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait (%(default)s)")
+    add_state_options(p, default=cache_dir() / "state")
     http = p.add_argument_group("server")
     http.add_argument("--host", default=server.host, help="address to listen on (%(default)s)")
     http.add_argument("--port", type=int, default=server.port, help="0: any free port (%(default)s)")
-    http.add_argument("--api-key", action="append", metavar="KEY", help="a key clients must send (or $UMBRA_API_KEY)")
+    http.add_argument(
+        "--api-keys", type=Path, metavar="FILE",
+        help="keys clients may send, with their limits (TOML, see configs/keys.py); also $UMBRA_API_KEYS: keys with "
+        "commas between them. Without keys only loopback addresses are listened on",
+    )  # fmt: skip
+    http.add_argument("--api-key", action="append", metavar="KEY", help="one key more (or $UMBRA_API_KEY)")
+    http.add_argument("--new-api-key", metavar="NAME", help="print a new key and its table for --api-keys, and end")
+    for name, what in (
+        ("requests-per-minute", "requests a minute"), ("tokens-per-minute", "tokens a minute, prompts included"),
+        ("max-concurrent", "requests in progress"),
+    ):  # fmt: skip
+        http.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{what} of a key, 0: any (%(default)s)")
+    http.add_argument(
+        "--cors-origin", action="append", default=[], metavar="ORIGIN", help="pages that may use the server; *: all"
+    )
+    http.add_argument(
+        "--request-timeout", type=float, default=server.request_timeout, metavar="S",
+        help="seconds until an answer must be complete (%(default)s)",
+    )  # fmt: skip
     http.add_argument("--tls-cert", metavar="F", help="certificate chain, PEM; needs --tls-key")
     http.add_argument("--tls-key", metavar="F", help="private key, PEM; needs --tls-cert")
     http.add_argument("--max-body", type=int, default=server.max_body, help="bytes of a request body (%(default)s)")
@@ -69,13 +100,17 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = parser()
     args = options.parse_args(argv)
-    keys = args.api_key or [key for key in [os.environ.get("UMBRA_API_KEY")] if key]
     try:
+        if args.new_api_key is not None:
+            print("key: {}\n\n{}".format(*new_key(args.new_api_key)), end="")
+            return 0
         sizes = {name: getattr(args, name) for name in SIZES}
         EngineConfig(**sizes)
+        kept = state(args, default=cache_dir() / "state")
         config = ServerConfig(
-            host=args.host, port=args.port, api_keys=tuple(keys), max_body=args.max_body, level=args.level,
-            lossy=args.lossy,
+            host=args.host, port=args.port, api_keys=given_keys(args), max_body=args.max_body, level=args.level,
+            lossy=args.lossy, cors_origins=tuple(args.cors_origin), request_timeout=args.request_timeout,
+            limits=Limits(args.requests_per_minute, args.tokens_per_minute, args.max_concurrent),
         )  # fmt: skip
         if (args.tls_cert is None) != (args.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
@@ -84,26 +119,20 @@ def main(argv: list[str] | None = None) -> int:
     log_to_stderr(args.log_level)
     prepare(args.threads, args.mesh, args.kernels)
     try:
-        return serve(args, config, sizes)
+        return serve(args, config, sizes, kept)
     except Exception as error:
         logging.getLogger(__name__).debug("the server ends", exc_info=True)
         print(f"serve.py: {one_line(error)}", file=sys.stderr)
         return 1
 
 
-class StderrHandler(logging.Handler):
-    """Writes to whatever `sys.stderr` is at the moment: while progress bars are shown, they go around the line."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
-
-
-def log_to_stderr(level: str) -> None:
-    handler = StderrHandler()
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", handlers=[handler])
-    if level != "debug":
-        for other in ("httpx", "uvicorn", "jax", "asyncio", "absl"):
-            logging.getLogger(other).setLevel(logging.WARNING)
+def given_keys(args: argparse.Namespace) -> tuple[ApiKey, ...]:
+    """The keys of the file, the command line and the environment; each once."""
+    named = read_keys(args.api_keys) if args.api_keys is not None else ()
+    listed = [*os.environ.get("UMBRA_API_KEYS", "").split(","), os.environ.get("UMBRA_API_KEY", "")]
+    plain = plain_keys(*(args.api_key or ()), *(key.strip() for key in listed if key.strip()))
+    digests = {key.sha256 for key in named}
+    return (*named, *(key for key in plain if key.sha256 not in digests))
 
 
 def one_line(error: Exception) -> str:
@@ -113,7 +142,7 @@ def one_line(error: Exception) -> str:
     return text if expected else f"{type(error).__name__}: {text}"
 
 
-def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any]) -> int:
+def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any], kept: State | None) -> int:
     """Listen, load in the background, and serve until a signal says stop."""
     # Only now: these import JAX, whose settings `prepare` makes.
     from umbra.serving.api import Service
@@ -125,12 +154,14 @@ def serve(args: argparse.Namespace, config: ServerConfig, sizes: dict[str, Any])
     tls = Tls(args.tls_cert, args.tls_key) if args.tls_cert else None
     sock = listen(config.host, config.port)
     address = url(config.host, sock, tls)
-    if not config.api_keys and config.host not in LOOPBACK:
-        logging.warning("listening on %s without an API key: whoever can reach it can use it", config.host)
-    return run(service, sock, loader(args, sizes), lambda: print(f"ready {address}", flush=True), tls)
+    if config.api_keys:
+        logging.info("%d API keys; every request needs one", len(config.api_keys))
+    else:
+        logging.info("no API key is configured: open to everybody on this machine, and to nobody else")
+    return run(service, sock, loader(args, sizes, kept), lambda: print(f"ready {address}", flush=True), tls)
 
 
-def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
+def loader(args: argparse.Namespace, sizes: dict[str, Any], kept: State | None) -> Load:
     """What the server runs in the background to get its model."""
     from umbra.serving.api import Service
     from umbra.serving.console import StartupProgress
@@ -153,6 +184,7 @@ def loader(args: argparse.Namespace, sizes: dict[str, Any]) -> Load:
                 progress=report,
                 metrics=service.engine_metrics,
                 warm=not args.no_warmup,
+                state=kept,
                 **sizes,
             )
         logging.info(

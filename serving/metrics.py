@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from ..cache.stats import CacheStats
+from .cache_metrics import CacheCollector
 from .engine.request import SOURCES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -74,6 +76,26 @@ class EngineMetrics:
             "umbra_compilations_after_ready", "Compilations after the engine was ready; should stay 0.", registry=reg
         )
 
+        self._resumed = Histogram(
+            "ctx_resume_ttft_seconds",
+            "From submission to the first token, where some of the prompt's KV came from a tier behind the device.",
+            buckets=_geometric(0.002, 120.0),
+            registry=reg,
+        )
+        self._brought_up = Histogram(
+            "ctx_arrange_seconds",
+            "From a request's arrival until all KV that the tiers had of it was on the device.",
+            buckets=_geometric(0.001, 60.0, per_decade=4),
+            registry=reg,
+        )
+        self._hot_window = Histogram(
+            "ctx_hot_window_seconds",
+            "From a request's arrival until its hot window was on the device.",
+            buckets=_geometric(0.001, 60.0, per_decade=4),
+            registry=reg,
+        )
+        self._hot_bytes = Counter("ctx_hot_window_bytes", "Bytes of hot windows brought up.", registry=reg)
+
     def step(
         self,
         *,
@@ -97,8 +119,23 @@ class EngineMetrics:
         if decode_tokens:
             self._decode.inc(decode_tokens)
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, *, resumed: bool = False) -> None:
+        """`resumed`: some of the prompt's KV came from a tier behind the device."""
         self._ttft.observe(seconds)
+        if resumed:
+            self._resumed.observe(seconds)
+
+    def brought_up(self, seconds: float, hot_seconds: float, hot_bytes: int) -> None:
+        """What a request has found in the tiers is in the pool, so long after it arrived; its hot window came first."""
+        self._brought_up.observe(seconds)
+        self._hot_window.observe(hot_seconds)
+        self._hot_bytes.inc(hot_bytes)
+
+    def watch(
+        self, stats: Callable[[], CacheStats], device_blocks: Callable[[], int], l1_mode: Callable[[], str | None]
+    ) -> None:
+        """Show the numbers of a context cache too."""
+        self.registry.register(CacheCollector(stats, device_blocks, l1_mode))
 
     def tokens(self, n: int, seconds_per_token: float) -> None:
         """`n` tokens that arrived together, each counted with the time one of them took."""

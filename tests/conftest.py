@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +94,17 @@ def tiny_engine(random_model: Callable[..., object]) -> Iterator[object]:
     with Engine(random_model("tiny"), config) as engine:  # type: ignore[arg-type]
         engine.start()
         yield engine
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB, mounted in memory. Skipped where that is not allowed."""
+    path = tmp_path / "small"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", path], capture_output=True)
+        subprocess.run(["umount", "-l", path], check=True)

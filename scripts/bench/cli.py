@@ -15,7 +15,24 @@ from ...configs.machine import cores
 from ...configs.prompt_sets import DEFAULT, PromptFileError
 from ...model.weights.errors import ModelError
 from ..model_options import OneLineParser, add_draft_option, add_model_options, positive
-from . import drafts, exact, flat, harness, kernels, levels, lossy, passes, quality, serve
+from . import (
+    context,
+    drafts,
+    exact,
+    flat,
+    harness,
+    kernels,
+    levels,
+    lossy,
+    passes,
+    quality,
+    resume,
+    scenarios,
+    serve,
+    simulate,
+    soak,
+    tiers,
+)
 from .plan import MIN_TOKENS, Plan
 from .processes import BenchError
 from .report import save, show
@@ -32,7 +49,7 @@ ABOUT = {
     "decode": "one stream: tokens after the first over the time after it",
     "prefill": "one prompt of a given length: prompt tokens over the time to the first token",
     "batch": "several streams at once: output tokens over wall time",
-    "serve": "open loop over HTTP: time to first token, between tokens, requests per second, start to ready",
+    "serve": "over HTTP: time to first token, between tokens, requests per second, start to ready",
     "passes": "a pass of several tokens over one of a single token; what a long context adds to a pass",
     "kernels": "single operations against the machine's measured peak and plain JAX",
     "quality": "agreement with the float32 model, and perplexity, on its own answers",
@@ -41,14 +58,31 @@ ABOUT = {
     "skips": "what every layer contributes, and what subsets of layers lose",
     "relax": "what relaxed acceptance loses, and the largest margin within a calibrated bound",
     "exact": "whether ids and logits depend on drafts, batch mates, chunks, pass widths, table width or threads",
+    "resume": "a new turn of a stored conversation: from each tier, and after kill -9, against recomputing",
+    "context": "attention of one token against the length of its context, through a table and over contiguous KV",
+    "soak": "many requests with tiers on and off: the same ids, nothing lost, nothing leaked",
+    "cache": "reads of blocks from the disk, and what writing them costs while answers are made",
+    "simulate": "tiers of other machines, by a simulator that is fitted to this one; hit ratios by policy",
 }
 
 
-ALONE = ("exact", "levels", "skips", "relax")
+SCENARIOS = ("arrivals", "concurrent", "questions", "overhead", "events")
+CLIENTS = {"concurrent": (1, 16, 100), "overhead": (1, 32)}
+FAST = 4000.0
+"""Tokens a second of the source that stands in for the engine."""
+
+TIERED = ("resume", "soak", "cache", "simulate")
+"""Benchmarks of the tiers of the context cache."""
+
+ALONE = ("exact", "levels", "skips", "relax", *TIERED)
 """Benchmarks that compare with nothing else."""
 
-DRAFTED = ("decode", "prefill", "batch", "serve", "flat", "levels", "relax")
+DRAFTED = ("decode", "prefill", "batch", "serve", "flat", "levels", "relax", *TIERED)
 """Benchmarks that draft as they are told."""
+OPERATIONS = ("kernels", "context")
+"""Benchmarks of single operations."""
+ONCE = ("quality", "exact", "skips", "relax", "soak", "simulate")
+"""Benchmarks without rounds."""
 BUILT_IN = ("skips", "relax")
 """Benchmarks that need more prompts than a file of ours has."""
 
@@ -61,20 +95,20 @@ def parser() -> argparse.ArgumentParser:
         add_model_options(sub)
         if bench not in ALONE:
             sub.add_argument(
-                "--against", type=_peers(bench), default=("xla",) if bench == "kernels" else (), metavar="PEER,...",
+                "--against", type=_peers(bench), default=("xla",) if bench in OPERATIONS else (), metavar="PEER,...",
                 help=_peers_help(bench),
             )  # fmt: skip
         if bench in DRAFTED:
             add_draft_option(sub)
         elif bench in ("passes", "exact"):
             sub.add_argument("--shadow", default="auto", metavar="F", help="the shadow network: auto, off or a file")
-        if bench != "kernels":
+        if bench not in (*OPERATIONS, "soak"):
             built_in = bench in BUILT_IN
             sub.add_argument(
                 "--prompts", type=Path, default=None if built_in else DEFAULT, metavar="F.jsonl",
                 help=f"prompt file (default: {'prompts made from our templates' if built_in else 'ours'})",
             )  # fmt: skip
-        if bench not in ("quality", "exact", "skips", "relax"):
+        if bench not in ONCE:
             sub.add_argument("--rounds", type=positive, default=3, metavar="N", help="turns of each system (default 3)")
         sub.add_argument("--json", type=Path, metavar="OUT", help="write the report here")
         _ADD[bench](sub)
@@ -176,10 +210,20 @@ def _quality_options(sub: argparse.ArgumentParser) -> None:
 
 
 def _serve_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--scenario", choices=SCENARIOS, default="arrivals",
+        help="arrivals (default): open loop; concurrent: --clients that ask when they are answered; questions: short "
+        "ones, with a known system prompt; overhead: against our engine, --clients streams; events: a source of --rate "
+        "tokens a second in place of the engine",
+    )  # fmt: skip
+    sub.add_argument(
+        "--clients", type=_numbers, metavar="N,...",
+        help="concurrent: clients at once (default 1,16,100); overhead: streams (default 1,32)",
+    )  # fmt: skip
     sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="requests open at once (default 8)")
     sub.add_argument("--limit", type=positive, default=32, metavar="N", help="requests of a round (default 32)")
     sub.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default 64)")
-    sub.add_argument("--rate", type=_factor, metavar="R", help="Poisson arrivals per second (default 1)")
+    sub.add_argument("--rate", type=_factor, metavar="R", help="Poisson arrivals (or tokens) per second (default 1)")
     sub.add_argument("--seed", type=int, metavar="S", help="seed of the arrivals (default 0)")
     sub.add_argument("--trace", type=Path, metavar="F", help="arrivals and lengths from this file (.jsonl, .jsonl.gz)")
     sub.add_argument("--time-scale", type=_factor, metavar="X", help="stretch the trace's times (default 1)")
@@ -196,7 +240,60 @@ def _exact_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="tokens of an answer (default 32)")
 
 
+def _folder_option(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--folder", type=Path, metavar="DIR", help="where temporary folders are made (default: the system's)"
+    )
+
+
+def _resume_options(sub: argparse.ArgumentParser) -> None:
+    _folder_option(sub)
+    sub.add_argument(
+        "--history", type=positive, default=8000, metavar="N", dest="prompt_tokens",
+        help="tokens of the stored conversation (default 8000)",
+    )  # fmt: skip
+    sub.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="of the new turn (default 32)")
+
+
+def _context_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--contexts", type=_numbers, default=context.LENGTHS, metavar="N,...",
+        help=f"tokens before the one that attends (default {','.join(map(str, context.LENGTHS))})",
+    )  # fmt: skip
+
+
+def _soak_options(sub: argparse.ArgumentParser) -> None:
+    _folder_option(sub)
+    sub.add_argument("--limit", type=positive, default=1000, metavar="N", help="requests (default 1000)")
+    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="requests at once (default 16)")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the requests (default 0)")
+
+
+def _cache_options(sub: argparse.ArgumentParser) -> None:
+    _folder_option(sub)
+    sub.add_argument(
+        "--blocks", type=positive, default=200, metavar="N", dest="limit", help="blocks read (default 200)"
+    )
+    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="answers at once (default 8)")
+    sub.add_argument("--max-tokens", type=positive, default=512, metavar="N", help="tokens of an answer (default 512)")
+
+
+def _simulate_options(sub: argparse.ArgumentParser) -> None:
+    _folder_option(sub)
+    sub.add_argument(
+        "--histories", type=_numbers, default=simulate.HISTORIES, metavar="N,...",
+        help=f"tokens of the conversations that are measured (default {','.join(map(str, simulate.HISTORIES))})",
+    )  # fmt: skip
+    sub.add_argument("--trace", type=Path, metavar="F", help="requests to replay (.jsonl, .jsonl.gz), or an access log")
+    sub.add_argument("--plots", type=Path, metavar="DIR", help="draw hits.png and resume.png into this folder")
+
+
 _ADD = {
+    "resume": _resume_options,
+    "context": _context_options,
+    "soak": _soak_options,
+    "cache": _cache_options,
+    "simulate": _simulate_options,
     "decode": _decode_options,
     "prefill": _prefill_options,
     "batch": _batch_options,
@@ -243,7 +340,7 @@ def _ops(text: str) -> tuple[str, ...]:
 
 def _supported(bench: str) -> tuple[str, ...]:
     few = {"serve": serve.SUPPORTED_PEERS, "passes": ("xla",), "kernels": ("xla",), "quality": quality.PEERS}
-    few |= {"flat": DRAFTING, "prefill": tuple(peer for peer in PEERS if peer not in DRAFTING)}
+    few |= {"context": ("xla",), "flat": DRAFTING, "prefill": tuple(peer for peer in PEERS if peer not in DRAFTING)}
     return few.get(bench, tuple(PEERS))
 
 
@@ -282,15 +379,15 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if args.bench in ("kernels", "exact") and args.mesh:
         raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
     values.setdefault("draft", "off")
-    if args.bench == "kernels":
+    if args.bench in (*OPERATIONS, "soak"):
         values["prompts"] = DEFAULT
     if args.bench in BUILT_IN and args.prompts is None:
         values |= {"prompts": DEFAULT, "built_in": True}
     if args.bench in ALONE:
         values["against"] = ()
-    if args.bench in ("quality", "exact", "skips", "relax"):
+    if args.bench in ONCE:
         values["rounds"] = 1
-    if args.bench in ("levels", "skips", "relax") and args.mesh:
+    if args.bench in ("levels", "skips", "relax", "context", *TIERED) and args.mesh:
         raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
     if args.bench == "flat" and args.max_tokens < SHORTEST_FLAT:
         raise ValueError(f"flat needs --max-tokens of at least {SHORTEST_FLAT}, got {args.max_tokens}")
@@ -300,15 +397,32 @@ def plan_of(args: argparse.Namespace) -> Plan:
         values["variants"] = tuple(dict.fromkeys(args.variants))
         for variant in args.variants:
             quality.form(variant)
-    if args.bench in ("passes", "kernels"):
+    if args.bench in ("passes", *OPERATIONS, "resume", "simulate"):
         values["limit"] = 1
     if args.bench == "decode" and args.max_tokens < MIN_TOKENS:
         raise ValueError(f"decode needs --max-tokens of at least {MIN_TOKENS}, got {args.max_tokens}")
     if args.bench == "batch":
         values["limit"] = args.limit or args.sequences
     if args.bench == "serve":
+        _scenario_options(values)
         _arrival_options(values)
     return Plan(**values)
+
+
+def _scenario_options(values: dict[str, object]) -> None:
+    """Defaults of the scenarios; options and peers that one has no use for are refused."""
+    scenario = values["scenario"]
+    default = CLIENTS.get(str(scenario))
+    if values["clients"] is not None and default is None:
+        raise ValueError(f"--clients is not used with --scenario {scenario}")
+    if values["trace"] is not None and scenario != "arrivals":
+        raise ValueError(f"--trace is not used with --scenario {scenario}")
+    if values["against"] and scenario in ("overhead", "events"):
+        raise ValueError(f"--against is not used with --scenario {scenario}")
+    if scenario == "events":
+        values["rate"] = values["rate"] or FAST
+        values["max_tokens"] = values["max_tokens"] or 10_000
+    values["clients"] = values["clients"] or default or ()
 
 
 def _arrival_options(values: dict[str, object]) -> None:
@@ -350,13 +464,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("bench.py: interrupted, nothing was written", file=sys.stderr)
         return 1
     console = Console(width=None if sys.stdout.isatty() else 120)
-    (kernels.show if plan.bench == "kernels" else show)(content, console)
+    (kernels.show if plan.bench in OPERATIONS else show)(content, console)
     if plan.bench == "decode":
         drafts.show(content["drafting"], console)
     if content["void"]:
         print(f"bench.py: this run is void: {content['void']}", file=sys.stderr)
     if content.get("differences"):
-        print(f"bench.py: not exact: {content['differences']}", file=sys.stderr)
+        print(f"bench.py: not as it should be: {content['differences']}", file=sys.stderr)
     return 1 if content["void"] or content.get("differences") else 0
 
 
@@ -374,7 +488,12 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 
 RUN = {
-    "serve": serve.run,
+    "resume": resume.run,
+    "context": context.run,
+    "soak": soak.run,
+    "cache": tiers.run,
+    "simulate": simulate.run,
+    "serve": lambda plan, say: (serve.run if plan.scenario == "arrivals" else scenarios.run)(plan, say),
     "passes": passes.run,
     "kernels": kernels.run,
     "quality": quality.run,

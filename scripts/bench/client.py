@@ -46,7 +46,7 @@ class Target:
     suppress: Sequence[int]  # token ids that must not be chosen: the model's ends, so that lengths are as asked for
     ids: dict[str, list[int]] | None = None
 
-    def request(self, arrival: Arrival) -> tuple[str, dict[str, Any]]:
+    def request(self, arrival: Arrival, system: str | None = None) -> tuple[str, dict[str, Any]]:
         """Path and body."""
         body: dict[str, Any] = {
             "model": self.model,
@@ -59,35 +59,48 @@ class Target:
             body["logit_bias"] = {str(token): -100 for token in self.suppress}
         if self.ids is not None:  # such a model emits no text; log-probabilities make its tokens visible
             return "/v1/completions", {**body, "prompt": self.ids[arrival.text], "logprobs": 0}
-        return "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": arrival.text}]}
+        messages = [{"role": "user", "content": arrival.text}]
+        if system is not None:
+            messages = [{"role": "system", "content": system}, *messages]
+        return "/v1/chat/completions", {**body, "messages": messages}
 
 
-async def replay(target: Target, arrivals: Sequence[Arrival], concurrency: int) -> tuple[list[Outcome], float]:
-    """Send every request at its time, at most `concurrency` open at once. Gives outcomes and the seconds it took."""
+async def replay(
+    target: Target, arrivals: Sequence[Arrival], concurrency: int, *, closed: bool = False, system: str | None = None
+) -> tuple[list[Outcome], float]:
+    """Send every request at its time, at most `concurrency` open at once. Gives outcomes and the seconds it took.
+
+    `closed`: a request's time begins when there is a place for it, not when it arrives. `system`: the system prompt
+    of all conversations.
+    """
     places = asyncio.Semaphore(concurrency)
     outcomes = [Outcome(arrival) for arrival in arrivals]
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
     async with httpx.AsyncClient(base_url=target.url, timeout=httpx.Timeout(600.0), limits=limits) as http:
         began = time.perf_counter()
-        await asyncio.gather(*(_one(http, target, outcome, began, places) for outcome in outcomes))
+        await asyncio.gather(*(_one(http, target, outcome, began, places, closed, system) for outcome in outcomes))
         return outcomes, time.perf_counter() - began
 
 
 async def _one(
-    http: httpx.AsyncClient, target: Target, outcome: Outcome, began: float, places: asyncio.Semaphore
-) -> None:
+    http: httpx.AsyncClient, target: Target, outcome: Outcome, began: float, places: asyncio.Semaphore, closed: bool,
+    system: str | None,
+) -> None:  # fmt: skip
     arrived = began + outcome.arrival.at
     await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
     async with places:
+        arrived = time.perf_counter() if closed else arrived
         try:
-            await _stream(http, target, outcome, arrived)
+            await _stream(http, target, outcome, arrived, system)
         except (httpx.HTTPError, ValueError, KeyError) as error:
             outcome.error = f"{type(error).__name__}: {error}"[:200]
         outcome.end = time.perf_counter() - arrived
 
 
-async def _stream(http: httpx.AsyncClient, target: Target, outcome: Outcome, arrived: float) -> None:
-    path, body = target.request(outcome.arrival)
+async def _stream(
+    http: httpx.AsyncClient, target: Target, outcome: Outcome, arrived: float, system: str | None
+) -> None:
+    path, body = target.request(outcome.arrival, system)
     finished = False
     async with http.stream("POST", path, json=body) as response:
         if response.status_code != 200:

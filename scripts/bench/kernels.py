@@ -124,9 +124,10 @@ def _summary(rows: Sequence[Row]) -> Summary:
     summary: Summary = {"operations": len(rows), "calls_s": product, "share": median(row["share"] for row in rows)}
     for op in dict.fromkeys(row["category"] for row in rows):
         summary[f"{op}_share"] = median(row["share"] for row in rows if row["category"] == op)
-    walk = {row["layout"]: row["us"] for row in rows if row["name"] == "table walk"}
-    if walk:
-        summary["table_walk_over_contiguous"] = walk["pool"] / walk["contiguous"]
+    walks = {(row["context"], row["layout"]): row["us"] for row in rows if row["name"] == "table walk"}
+    for context in sorted({context for context, _ in walks}):
+        over = walks[context, "pool"] / walks[context, "contiguous"]
+        summary[f"table_walk_over_contiguous_at_{context}" if len(walks) > 2 else "table_walk_over_contiguous"] = over
     return summary
 
 
@@ -150,5 +151,7 @@ def show(content: dict[str, Any], console: Console) -> None:
         table.add_row(name, *cells, *more)
     console.print(table)
     for system, entry in content["summary"].items():
-        if "table_walk_over_contiguous" in entry:
-            console.print(f"{system}: table walk over contiguous KV {entry['table_walk_over_contiguous']:.2f}x")
+        for figure, value in entry.items():
+            if figure.startswith("table_walk_over_contiguous"):
+                at = figure.removeprefix("table_walk_over_contiguous").replace("_", " ")
+                console.print(f"{system}: table walk over contiguous KV{at} {value:.2f}x")

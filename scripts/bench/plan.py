@@ -13,7 +13,8 @@ MIN_TOKENS = 64
 _MODEL = ("quant", "threads", "mesh", "kernels", "kv", "embedding")
 _OURS = (*_MODEL, "draft", "shadow")
 _RUNS = (*_OURS, "against", "prompts", "limit", "rounds", "sequences", "max_tokens")
-_ARRIVALS = (*_RUNS, "rate", "seed", "trace", "starts")
+_TIERS = ("quant", "threads", "kernels", "kv", "embedding", "draft", "shadow", "folder")
+_ARRIVALS = (*_RUNS, "scenario", "clients", "rate", "seed", "trace", "starts")
 
 USED = {
     "decode": (*_RUNS, "each", "draft_length", "temperature", "busy"),
@@ -28,6 +29,11 @@ USED = {
     "kernels": ("quant", "threads", "kernels", "kv", "embedding", "against", "rounds", "ops", "widths", "contexts"),
     "quality": (*_MODEL, "against", "prompts", "limit", "sequences", "max_tokens", "variants"),
     "exact": ("quant", "kernels", "kv", "embedding", "shadow", "prompts", "limit", "max_tokens", "drafting_only"),
+    "resume": (*_TIERS, "rounds", "prompts", "prompt_tokens", "new_tokens"),
+    "context": ("quant", "threads", "kernels", "kv", "against", "rounds", "contexts"),
+    "soak": (*_TIERS, "limit", "sequences", "seed"),
+    "cache": (*_TIERS, "rounds", "prompts", "limit", "sequences", "max_tokens"),
+    "simulate": (*_TIERS, "prompts", "trace", "histories", "plots"),
 }
 """Benchmark -> the fields that it uses, and that its report lists."""
 
@@ -65,7 +71,12 @@ class Plan:
     built_in: bool = False  # skips, relax: prompts made from templates, instead of a file
     save: bool = False  # skips, relax: write the result where the program looks for it
     drafting_only: bool = False  # exact: leave out the settings that do not draft
+    folder: Path | None = None  # resume, soak, cache, simulate: where temporary folders are made
+    new_tokens: int = 0  # resume: of the new turn
+    histories: tuple[int, ...] = ()  # simulate: tokens of the conversations that are measured
     # serve only:
+    scenario: str = "arrivals"
+    clients: tuple[int, ...] = ()  # numbers of clients, or streams, at once
     rate: float = 1.0  # requests per second
     seed: int = 0
     trace: Path | None = None

@@ -1,11 +1,14 @@
-"""The serving benchmark: open loop over HTTP, ours and a peer's server in turn."""
+"""The serving benchmark over HTTP: ours and a peer's server in turn. What is sent to them is a scenario: arrivals (open
+loop, here), or one of scenarios.py."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,13 +32,59 @@ WARM_UP = Arrival("warm-up", "warm-up", 0.0, "Say hello.", 4)
 COMPILATIONS = "umbra_compilations_after_ready_total"
 
 
-def run(plan: Plan, say: Say) -> dict[str, Any]:
-    """Measure and give the report."""
+Measured = dict[str, list[Summary]]
+"""Figures of every round, by system."""
+
+
+@dataclasses.dataclass
+class Session:
+    """The servers under test, all stopped but the one whose turn it is."""
+
+    plan: Plan
+    before: dict[str, Any]
+    described: dict[str, Any]
+    servers: list[Server]
+    targets: dict[str, Target]
+    starts: dict[str, float | None]
+    say: Say
+
+    def turns(self) -> Iterator[tuple[int, Server, Target]]:
+        """Every server once a round, with the number of the round; who begins changes from round to round."""
+        for number in range(self.plan.rounds):
+            shift = number % len(self.servers)
+            for server in [*self.servers[shift:], *self.servers[:shift]]:
+                self.say(f"round {number + 1} of {self.plan.rounds}: {server.system}")
+                target = self.targets[server.system]
+                with server.turn():
+                    warm, _ = asyncio.run(replay(target, [WARM_UP], 1))
+                    if warm[0].error:
+                        raise BenchError(f"the server of {server.system} refused the first request: {warm[0].error}")
+                    time.sleep(0.2)
+                    yield number, server, target
+
+    def report(self, rows: Sequence[Row], measured: Measured, of: str = "tok_s") -> dict[str, Any]:
+        """The report of what was measured; called while the servers are there."""
+        plan, described, ours = self.plan, self.described, self.servers[0]
+        with ours.turn():
+            self.starts["compilations_after_ready"] = ours.metric(COMPILATIONS)
+        summary: dict[str, Summary] = {system: summary_of(rounds) for system, rounds in measured.items()}
+        summary["umbra"] |= self.starts
+        versions: dict[str, str] = described["versions"]
+        settings: dict[str, Any] = {"umbra": {"slots": plan.sequences}}
+        settings["umbra"] |= {key: described[key] for key in ("weights", "kernels", "instructions")}
+        if plan.against:
+            summary["llama.cpp"]["start_s"] = self.servers[1].start_s
+            versions["llama-cpp-python"] = version("llama-cpp-python")
+            settings["llama.cpp"] = {"weights": "as in the file", "n_ctx": described["context"]}
+        return report(plan, self.before, versions, settings, rows, summary, of)
+
+
+@contextlib.contextmanager
+def session(plan: Plan, texts: Sequence[str], say: Say) -> Iterator[Session]:
+    """Start the servers; `texts` are the messages that they will be sent."""
     before = machine()
-    prompts = load_prompts(plan.prompts)
-    arrivals = [_arrivals(plan, prompts, number) for number in range(plan.rounds)]
     say("reading the model")
-    described, ids = _describe(plan, arrivals)
+    described, ids = _describe(plan, texts)
     with contextlib.ExitStack() as stack:
         ours, starts = _start_ours(plan, stack, say)
         servers = [ours]
@@ -48,19 +97,21 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
         for server in servers:
             with server.turn():
                 targets[server.system] = Target(server.url, server.model(), described["eos_ids"], ids)
-        rows, measured = _rounds(plan, servers, targets, arrivals, say)
-        with ours.turn():
-            starts["compilations_after_ready"] = ours.metric(COMPILATIONS)
-    summary: dict[str, Summary] = {system: _summary(rounds) for system, rounds in measured.items()}
-    summary["umbra"] |= starts
-    versions: dict[str, str] = described["versions"]
-    settings: dict[str, Any] = {"umbra": {"slots": plan.sequences}}
-    settings["umbra"] |= {key: described[key] for key in ("weights", "kernels", "instructions")}
-    if plan.against:
-        summary["llama.cpp"]["start_s"] = servers[1].start_s
-        versions["llama-cpp-python"] = version("llama-cpp-python")
-        settings["llama.cpp"] = {"weights": "as in the file", "n_ctx": described["context"]}
-    return report(plan, before, versions, settings, rows, summary)
+        yield Session(plan, before, described, servers, targets, starts, say)
+
+
+def run(plan: Plan, say: Say) -> dict[str, Any]:
+    """Measure and give the report."""
+    prompts = load_prompts(plan.prompts)
+    arrivals = [_arrivals(plan, prompts, number) for number in range(plan.rounds)]
+    rows: list[Row] = []
+    measured: Measured = collections.defaultdict(list)
+    with session(plan, [arrival.text for one_round in arrivals for arrival in one_round], say) as running:
+        for number, server, target in running.turns():
+            outcomes, seconds = asyncio.run(replay(target, arrivals[number], plan.sequences))
+            rows += [row_of(server.system, number + 1, outcome) for outcome in outcomes]
+            measured[server.system].append(round_figures(outcomes, seconds))
+        return running.report(rows, measured)
 
 
 def _arrivals(plan: Plan, prompts: Sequence[Prompt], number: int) -> list[Arrival]:
@@ -70,13 +121,13 @@ def _arrivals(plan: Plan, prompts: Sequence[Prompt], number: int) -> list[Arriva
     return trace(plan.trace, prompts, plan.limit, number, **scales)
 
 
-def _describe(plan: Plan, arrivals: Sequence[Sequence[Arrival]]) -> tuple[dict[str, Any], dict[str, list[int]] | None]:
+def _describe(plan: Plan, texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[int]] | None]:
     """What must be known of the model to ask servers for it; token ids of the texts if it has no tokenizer."""
     with Workers(["umbra"]) as workers, workers["umbra"].turn() as ours:
         described = ours.describe(our_setup(plan))
         if described["has_tokenizer"]:
             return described, None
-        texts = [WARM_UP.text, *(arrival.text for one_round in arrivals for arrival in one_round)]
+        texts = [WARM_UP.text, *texts]
         return described, dict(zip(texts, ours.call("encode", texts), strict=True))
 
 
@@ -98,28 +149,7 @@ def _start_ours(plan: Plan, stack: contextlib.ExitStack, say: Say) -> tuple[Serv
     return server, starts
 
 
-def _rounds(
-    plan: Plan, servers: Sequence[Server], targets: dict[str, Target], arrivals: Sequence[Sequence[Arrival]], say: Say
-) -> tuple[list[Row], dict[str, list[Summary]]]:
-    rows: list[Row] = []
-    measured: dict[str, list[Summary]] = {server.system: [] for server in servers}
-    for number in range(plan.rounds):
-        shift = number % len(servers)
-        for server in [*servers[shift:], *servers[:shift]]:
-            say(f"round {number + 1} of {plan.rounds}: {server.system}")
-            target = targets[server.system]
-            with server.turn():
-                warm, _ = asyncio.run(replay(target, [WARM_UP], 1))
-                if warm[0].error:
-                    raise BenchError(f"the server of {server.system} refused the first request: {warm[0].error}")
-                time.sleep(0.2)
-                outcomes, seconds = asyncio.run(replay(target, arrivals[number], plan.sequences))
-            rows += [_row(server.system, number + 1, outcome) for outcome in outcomes]
-            measured[server.system].append(_round_figures(outcomes, seconds))
-    return rows, measured
-
-
-def _row(system: str, number: int, outcome: Outcome) -> Row:
+def row_of(system: str, number: int, outcome: Outcome) -> Row:
     row: Row = {
         "system": system,
         "round": number,
@@ -137,7 +167,7 @@ def _row(system: str, number: int, outcome: Outcome) -> Row:
     return row if outcome.error is None else {**row, "error": outcome.error}
 
 
-def _round_figures(outcomes: Sequence[Outcome], seconds: float) -> Summary:
+def round_figures(outcomes: Sequence[Outcome], seconds: float) -> Summary:
     """Figures of one round. Requests that failed count as errors and in nothing else."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     ttft = [outcome.pieces[0] * 1e3 for outcome in good if outcome.pieces]
@@ -151,7 +181,7 @@ def _round_figures(outcomes: Sequence[Outcome], seconds: float) -> Summary:
     }
 
 
-def _summary(rounds: Sequence[Summary]) -> Summary:
+def summary_of(rounds: Sequence[Summary]) -> Summary:
     """Medians over rounds; errors are added up."""
     figures: Summary = {figure: median(one[figure] for one in rounds) for figure in rounds[0] if figure != "errors"}
     return {**figures, "errors": int(sum(one["errors"] for one in rounds))}

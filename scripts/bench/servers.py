@@ -67,6 +67,10 @@ class Server:
             self.url = found.group(1).rstrip("/")
         return found is not None
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def model(self) -> str:
         """The model's name in requests."""
         return str(httpx.get(f"{self.url}/v1/models", timeout=30.0).json()["data"][0]["id"])
@@ -106,6 +110,7 @@ def our_server(plan: Plan, cache_home: Path | None) -> Server:
         sys.executable, str(SERVE), "--model", plan.model, "--quant", plan.quant, "--kernels", plan.kernels,
         "--kv", plan.kv, "--embedding", plan.embedding, "--draft", plan.draft, "--shadow", plan.shadow,
         "--host", "127.0.0.1", "--port", "0", "--threads", str(plan.threads), "--slots", str(plan.sequences),
+        "--state", "off",
     ]  # fmt: skip
     if plan.mesh:
         command += ["--mesh", f"data={plan.mesh[0]},model={plan.mesh[1]}"]

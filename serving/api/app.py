@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from ... import __version__
@@ -55,7 +56,16 @@ def create_app(service: Service) -> ASGIApp:
     app.add_exception_handler(ApiError, _on_api_error(service))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_unexpected)
-    return Gate(app, service)
+    return _with_cors(Gate(app, service), service.config.cors_origins)
+
+
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app` for the pages of `origins` as well. Keys are sent in headers, never as cookies."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, origins, allow_methods=["GET", "POST", "PATCH", "DELETE"], allow_headers=["*"], expose_headers=["*"]
+    )
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:

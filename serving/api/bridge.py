@@ -12,7 +12,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ..engine.request import Emission, Sink
+from .context import Answered, RequestInfo
 from .errors import ClientGone
+from .record import log_late
+from .wishes import too_late
 
 
 class _Pending:
@@ -48,12 +51,14 @@ class Reply:
     """All choices of one HTTP request, read by one task of the event loop.
 
     `close` may be called at any moment, also while the request is still being tokenized in a worker: whatever has been
-    submitted, and whatever will be, is cancelled.
+    submitted, and whatever will be, is cancelled. `info` is told how every choice ends; `timed`: its time limit holds.
     """
 
-    def __init__(self, cancel: Callable[[str], None]) -> None:
+    def __init__(self, cancel: Callable[[str], None], info: RequestInfo | None = None, *, timed: bool = True) -> None:
         self.closed = False
         self._cancel = cancel
+        self._info = info
+        self._timed = timed
         self._ids: list[str] = []
         self._unfinished: set[int] = set()
         self._pending: dict[int, _Pending] = {}
@@ -74,6 +79,7 @@ class Reply:
         """Called on the event loop."""
         if emission.finish_reason is not None:
             self._unfinished.discard(index)
+            self._account(emission)
         if not self.closed:
             self._pending.setdefault(index, _Pending()).add(emission)
             self._wake.set()
@@ -81,19 +87,47 @@ class Reply:
     async def take(self, timeout: float | None = None) -> list[tuple[int, Emission]]:
         """What has been emitted since the last call, one merged emission per choice; waits if there is nothing.
 
-        An empty list after `timeout` seconds. Raises `ClientGone` once the reply is closed.
+        An empty list after `timeout` seconds. Raises `ClientGone` once the reply is closed, and an `ApiError` (504)
+        once the request has taken the time that it may take.
         """
         if not self._pending and not self.closed:
+            left = self.time_left
             self._wake.clear()
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(left if timeout is None or left is not None and left < timeout else timeout):
                     await self._wake.wait()
             except TimeoutError:
+                self._check_time()
                 return []
         if self.closed:
             raise ClientGone
+        self._check_time()
         pending, self._pending = self._pending, {}
         return [(index, pending[index].take()) for index in sorted(pending)]
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds until the answer is too late; None: as many as it takes."""
+        return self._info.time_left if self._info is not None and self._timed else None
+
+    def _check_time(self) -> None:
+        left = self.time_left
+        if left is not None and left <= 0:
+            assert self._info is not None
+            raise too_late(self._info)
+
+    def _account(self, last: Emission) -> None:
+        """Note how a choice ended, and whose tokens it took."""
+        info = self._info
+        if info is None or last.finish_reason is None:
+            return
+        answered = Answered(last.finish_reason, last.usage, last.timings)
+        if info.principal is not None and last.usage is not None:
+            info.principal.used(last.usage.completion_tokens)
+        if info.logged:
+            log_late(info, answered)
+        else:
+            info.answered.append(answered)
 
     def close(self) -> None:
         """Cancel what is not finished. Idempotent; called on the event loop."""

@@ -16,7 +16,6 @@ from ..effort import Effort, Prepared
 from ..engine.request import Emission, SamplingParams
 from .body import read_json
 from .conversation import Conversation, check_model
-from .deadline import Deadline
 from .errors import ApiError, bad_request, model_not_found, unsupported
 from .gemini_answers import Candidate, text_tokens, usage_metadata
 from .gemini_contents import check_count, messages_of
@@ -192,7 +191,6 @@ async def _run(request: Request, service: Service, call: Call, form: Form | None
     A stream begins when there is something to say, so that a refusal or failure before has its own status; or, so that
     the connection shows life, after the time of a heartbeat.
     """
-    deadline = Deadline(request)
     reply = service.new_reply()
     watch = Watch(request, reply)
     info = request_info(request.scope)
@@ -206,17 +204,17 @@ async def _run(request: Request, service: Service, call: Call, form: Form | None
         headers["x-umbra-prompt-tokens"] = str(prompt_tokens)
         candidates = call.new_candidates(prepared.params)
         if form is None:
-            emissions = await deadline.limit(gather(reply, call.candidates))
+            emissions = await gather(reply, call.candidates)
             info.notes.update(outcome(emissions))
             return _whole(call, candidates, emissions, headers)
-        first = await deadline.take(reply, service.config.heartbeat)
+        first = await reply.take(service.config.heartbeat)
         for _, emission in first:
             if not emission.token_ids and (error := failure(emission)) is not None:
                 raise error
         elapsed = time.perf_counter() - info.started
         headers |= {"content-type": form.media_type, **google_headers(elapsed, prompt_tokens)}
         handed_over = True
-        stream = Stream(call.loaded, candidates, form, deadline, service.config.heartbeat, told, info.notes)
+        stream = Stream(call.loaded, candidates, form, service.config.heartbeat, told, info.notes)
         return EventStream(
             stream.events(reply, first),
             reply=reply,

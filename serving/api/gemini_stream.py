@@ -11,7 +11,6 @@ from pydantic_core import to_json
 
 from ..engine.request import Emission
 from .bridge import Reply
-from .deadline import Deadline
 from .errors import ApiError
 from .gemini_answers import Candidate, usage_metadata
 from .google_errors import google_body
@@ -65,7 +64,6 @@ class Stream:
     loaded: Loaded
     candidates: Sequence[Candidate]
     form: Form
-    deadline: Deadline
     heartbeat: float
     told: dict[str, str]
     notes: dict[str, Any]
@@ -85,7 +83,7 @@ class Stream:
                 yield form.keep_alive
             if error is not None:
                 raise error
-            batch = await self.deadline.take(reply, self.heartbeat)
+            batch = await reply.take(self.heartbeat)
 
     def _last(self, pieces: list[dict[str, Any]], same: dict[str, str], ended: dict[int, Emission]) -> dict[str, Any]:
         emissions = [ended[index] for index in range(len(self.candidates))]

@@ -16,6 +16,7 @@ from .body import json_type
 from .errors import ApiError, bad_request, from_value_error, model_not_found, unsupported
 from .schemas import SamplingBody
 from .service import Loaded, Service
+from .wishes import FIELDS, from_body
 
 TINY_TOP_P = 1e-6
 """Stands for OpenAI's top_p = 0, which means the most likely token alone."""
@@ -46,7 +47,6 @@ _HARMLESS = {
     "user",
     "metadata",
     "store",
-    "service_tier",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
@@ -61,6 +61,7 @@ def check_options(body: SamplingBody, service: Service, loaded: Loaded) -> list[
             raise bad_request("you must provide a model parameter", "model", "missing_required_parameter")
         raise model_not_found(body.model[:100], loaded.name)
     extra = body.model_extra or {}
+    from_body(extra)
     for name, (harmless, message) in _UNSUPPORTED.items():
         if name in extra and not any(type(extra[name]) is type(v) and extra[name] == v for v in harmless):
             raise unsupported(name, f"Unsupported parameter: '{name}': {message}")
@@ -73,7 +74,8 @@ def check_options(body: SamplingBody, service: Service, loaded: Loaded) -> list[
     if len(stops(body)) > service.config.max_stop:
         message = f"Invalid 'stop': at most {service.config.max_stop} sequences are supported, got {len(stops(body))}."
         raise bad_request(message, "stop", "array_above_max_length")
-    return [name for name in extra if name not in _UNSUPPORTED and name not in _HARMLESS]
+    known = (*_UNSUPPORTED, *_HARMLESS, *FIELDS)
+    return [name for name in extra if name not in known]
 
 
 def check_logprobs(count: int | None, name: str) -> int | None:

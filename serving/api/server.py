@@ -1,7 +1,8 @@
 """The life of the server process: listen, load, serve, stop.
 
-The socket is open before the model is there, so that `/healthz` and `/readyz` answer while it loads. A stop signal
-ends listening; running answers get `ServerConfig.shutdown_grace` seconds, then they are cancelled.
+The socket is open before the model is there, so that `/healthz` and `/readyz` answer while it loads. After a stop
+signal new requests are told 503; running answers get `ServerConfig.shutdown_grace` seconds, then they are cancelled.
+When none is left the server stops listening and ends.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -22,6 +25,7 @@ import uvicorn
 
 from ..engine import EngineStopped
 from .app import create_app
+from .connections import MAX_HEAD, connections, raise_file_limit
 from .service import EnginePort, ModelPort, Service
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,7 @@ HTTP_NICE = 5
 """Niceness of the threads that serve HTTP, on Linux, where it is a property of a thread."""
 
 _WATCH = 1.0
+_POLL = 0.02
 _AFTER_CANCEL = 1.0
 _ENGINE_CLOSE = 2.0
 
@@ -78,14 +83,17 @@ def url(host: str, sock: socket.socket, tls: Tls | None = None) -> str:
 def run(service: Service, sock: socket.socket, load: Load, on_ready: Callable[[], None], tls: Tls | None = None) -> int:
     """Serve until a signal says stop; the exit code of the process. A failed `load` is raised, and so is the death of
     the engine, as `EngineStopped`."""
+    raise_file_limit()
     config = uvicorn.Config(
         create_app(service),
+        http=connections(service.config),
+        h11_max_incomplete_event_size=MAX_HEAD,
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=round(service.config.shutdown_grace + _AFTER_CANCEL),
+        timeout_graceful_shutdown=math.ceil(_AFTER_CANCEL),
         ssl_certfile=tls.cert if tls else None,
         ssl_keyfile=tls.key if tls else None,
     )
@@ -116,6 +124,7 @@ class _Process:
         self._on_ready = on_ready
         self._engine: ClosableEngine | None = None
         self._error: BaseException | None = None
+        self._wind_down_task: asyncio.Task[None] | None = None
 
     async def main(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -177,10 +186,25 @@ class _Process:
 
     def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._service.stopping:
-            self._server.force_exit = True
             self._service.cancel_running()
+            self._server.should_exit = self._server.force_exit = True
             return
         log.info("stopping: new requests are refused, running ones have %g s", self._service.config.shutdown_grace)
         self._service.stopping = True
+        self._wind_down_task = loop.create_task(self._wind_down())
+
+    async def _wind_down(self) -> None:
+        """Let running answers end, cancel those that do not, and then stop listening."""
+        service = self._service
+        end = time.monotonic() + service.config.shutdown_grace
+        hooks = [asyncio.ensure_future(hook()) for hook in service.on_stop]
+        while (service.busy or not all(hook.done() for hook in hooks)) and time.monotonic() < end:
+            await asyncio.sleep(_POLL)
+        for hook in hooks:
+            if not hook.done():
+                log.warning("something was not ready to stop after %g s", service.config.shutdown_grace)
+                hook.cancel()
+            elif not hook.cancelled() and (error := hook.exception()) is not None:
+                log.error("while stopping: %s", error, exc_info=error)
+        service.cancel_running()
         self._server.should_exit = True
-        loop.call_later(self._service.config.shutdown_grace, self._service.cancel_running)

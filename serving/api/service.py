@@ -7,27 +7,31 @@ emissions of the `Reply` into its own events. Nothing here knows a protocol.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import functools
 import logging
-import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from ...configs.engine import EngineConfig
+from ...configs.models import served_name
 from ...configs.server import ServerConfig
 from ...model.thinking import Thinker
 from ..effort import EXACT, Policy, Prepared, lossy_policies
-from ..engine.request import Emission, SamplingParams, Sink
+from ..engine.request import LOCAL, Emission, Keep, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, merge
+from .context import RequestInfo, current
 from .errors import ApiError, ClientGone, context_exceeded, from_engine, unavailable
 from .responses_store import ResponseStore
+from .wishes import check_cap, too_late
 
 if TYPE_CHECKING:
+    from ...cache.store import Store
     from ...model.load import Model
 
 log = logging.getLogger(__name__)
@@ -48,6 +52,11 @@ class EnginePort(Protocol):
         ...
 
     @property
+    def store(self) -> Store | None:
+        """What outlives requests: tiers of the context cache, stored conversations; None: nothing does."""
+        ...
+
+    @property
     def context_length(self) -> int: ...
     @property
     def system_fingerprint(self) -> str: ...
@@ -58,6 +67,9 @@ class EnginePort(Protocol):
         *,
         sink: Sink,
         request_id: str | None = None,
+        principal: str = LOCAL,
+        keep: Keep = "blocks",
+        priority: int = 0,
     ) -> str: ...
     def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]: ...
     def cancel(self, request_id: str) -> None: ...
@@ -74,12 +86,6 @@ class ModelPort(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def chat_template(self) -> Any: ...
-
-
-def served_name(spec: str) -> str:
-    """The model id clients use: the name itself, or the last part of a path or hub name without `.gguf`."""
-    last = os.path.basename(spec.removeprefix("hf:").rstrip("/"))
-    return last.removesuffix(".gguf") or "model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +143,8 @@ class Service:
         self.progress = "starting"
         self.stopping = False
         self.inflight = 0
+        self.on_stop: list[Callable[[], Awaitable[None]]] = []
+        """What is to be done when a stop signal has come, all at once, within the grace of running answers."""
         self.responses = ResponseStore(self.config.max_stored)
         self._loaded: Loaded | None = None
         self._bridge: Bridge | None = None
@@ -173,36 +181,57 @@ class Service:
 
     async def offload(self, work: Callable[[], T]) -> T:
         """Run `work` in a worker thread, so that templates, tokenizing and large JSON never hold up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        inherited = contextvars.copy_context()  # log lines of the worker carry the request's id
+        return await asyncio.get_running_loop().run_in_executor(self._workers, inherited.run, work)
 
-    def new_reply(self) -> Reply:
-        return Reply(self._cancel)
+    def new_reply(self, *, timed: bool = True) -> Reply:
+        """A reply to the request that is being handled. `timed`: it must be complete within the request's time; what
+        runs in the background need not be."""
+        return Reply(self._cancel, current(), timed=timed)
 
     async def submit(
-        self, reply: Reply, prepare: Callable[[], Sequence[Prepared]], n: int, param: str
+        self, reply: Reply, prepare: Callable[[], Sequence[Prepared]], n: int, param: str, keep: Keep = "blocks"
     ) -> Sequence[Prepared]:
         """Prepare the prompts in a worker and submit `n` choices of each; gives what was prepared.
 
         Choice i of prompt p has index `p * n + i` in `reply`. All are taken or none: when one is refused,
-        the others are cancelled and an `ApiError` is raised. `param` names the field that held the prompts.
+        the others are cancelled and an `ApiError` is raised. `param` names the field that held the prompts, `keep`
+        says what of their KV may outlive them.
         """
         engine = self.loaded.engine
         bridge = self._bridge_of_loop()
+        info = current() or RequestInfo("", time.perf_counter())
+        info.stages.setdefault("read", time.perf_counter() - info.started)
 
         def work() -> Sequence[Prepared]:
             if reply.closed:
                 raise ClientGone
             prepared = prepare()
             for one in prepared:
+                check_cap(info, len(one.prompt), param)
+            for one in prepared:
                 for params in engine.choice_params(one.params, n):
-                    _submit(engine, bridge, reply, one.prompt, params, param)
+                    _submit(engine, bridge, reply, one.prompt, params, param, keep, info)
             return prepared
 
         try:
-            return await self.offload(work)
+            with info.stage("template"):
+                async with asyncio.timeout(reply.time_left):
+                    prepared = await self.offload(work)
+        except TimeoutError:
+            reply.close()
+            raise too_late(info) from None
         except BaseException:
             reply.close()
             raise
+        if info.principal is not None:
+            info.principal.used(sum(len(one.prompt) for one in prepared))
+        return prepared
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is still being answered, or runs in the background."""
+        return self.inflight > 0 or (self._bridge is not None and bool(self._bridge.running()))
 
     def cancel_running(self) -> None:
         """Cancel every request; each client is told. Called on the event loop."""
@@ -224,14 +253,23 @@ class Service:
 
 
 def _submit(
-    engine: EnginePort, bridge: Bridge, reply: Reply, prompt: Sequence[int], params: SamplingParams, param: str
-) -> None:
+    engine: EnginePort, bridge: Bridge, reply: Reply, prompt: Sequence[int], params: SamplingParams, param: str,
+    keep: Keep, info: RequestInfo,
+) -> None:  # fmt: skip
     if reply.closed:
         raise ClientGone
     request_id = uuid.uuid4().hex
     bridge.expect(request_id, reply)
     try:
-        engine.submit(prompt, params, sink=bridge.sink, request_id=request_id)
+        engine.submit(
+            prompt,
+            params,
+            sink=bridge.sink,
+            request_id=request_id,
+            principal=info.tenant or LOCAL,
+            keep=keep,
+            priority=info.priority,
+        )
     except Exception as error:
         bridge.forget(request_id)
         raise from_engine(error, param) from error

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from .request import Emission, FinishReason, QueueFull, SamplingParams, Timings, TokenLogprob, Usage
+from .request import Emission, FinishReason, Keep, QueueFull, SamplingParams, Timings, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -46,10 +46,12 @@ class _Inbox:
         return self._pairs.get()
 
 
-def stream(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[Emission]:
+def stream(
+    engine: Engine, prompt_ids: Sequence[int], params: SamplingParams, principal: str, keep: Keep
+) -> Iterator[Emission]:
     """See `Engine.stream`."""
     inbox = _Inbox()
-    request = engine.submit(prompt_ids, params, sink=inbox)
+    request = engine.submit(prompt_ids, params, sink=inbox, principal=principal, keep=keep)
     try:
         while True:
             _, emission = inbox.get()
@@ -61,8 +63,9 @@ def stream(engine: Engine, prompt_ids: Sequence[int], params: SamplingParams) ->
 
 
 def generate(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-) -> list[Completion]:
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams],
+    principal: str, keep: Keep,
+) -> list[Completion]:  # fmt: skip
     """See `Engine.generate`."""
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     todo = deque(zip(prompts, each, strict=True))
@@ -73,7 +76,7 @@ def generate(
         while todo or running:
             with contextlib.suppress(QueueFull):
                 while todo:
-                    request = engine.submit(*todo[0], sink=inbox)
+                    request = engine.submit(*todo[0], sink=inbox, principal=principal, keep=keep)
                     todo.popleft()
                     received[request] = []
                     running.add(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -235,12 +236,22 @@ class Device:
 
     # ---- blocks
 
+    @property
+    def block_shapes(self) -> KVPool:
+        """Shapes of the blocks that one call of the copy programs moves."""
+        return self._listed["load"].args[2]
+
+    def copy_out(self, blocks: list[tuple[int, int]]) -> KVPool:
+        """Start to copy at most `COPY_BLOCKS` blocks, (shard, block) pairs, behind the steps before it; the i-th, of
+        shard d, is row `d * COPY_BLOCKS + i` of the result, whatever becomes of the pool."""
+        return self._get("save")(self._pool, self._block_ids(blocks))
+
     def save(self, blocks: list[tuple[int, int]]) -> list[KVPool]:
         """Host copies of the contents of (shard, block) pairs. Waits for the steps before it."""
         contents: list[KVPool] = []
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            saved = jax.tree.map(np.asarray, self._get("save")(self._pool, self._block_ids(part)))
+            saved = jax.tree.map(np.asarray, self.copy_out(part))
             for i, (shard, _) in enumerate(part):
                 at = shard * COPY_BLOCKS + i
                 contents.append(jax.tree.map(lambda x, at=at: x[at].copy(), saved))
@@ -250,7 +261,7 @@ class Device:
         """Write contents into (shard, block, contents) triples."""
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            contents = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), self._listed["load"].args[2])
+            contents = jax.tree.map(_aligned_zeros, self.block_shapes)
             for i, (shard, _, content) in enumerate(part):
                 for all_, one in zip(jax.tree.leaves(contents), jax.tree.leaves(content), strict=True):
                     all_[shard * COPY_BLOCKS + i] = one
@@ -262,3 +273,12 @@ class Device:
         for i, (shard, block) in enumerate(part):
             ids[shard * COPY_BLOCKS + i] = block
         return ids
+
+
+def _aligned_zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    """A host array that XLA:CPU takes as it is: it copies what does not begin at a multiple of 64 bytes, which takes
+    longer than all the rest of moving blocks."""
+    nbytes = math.prod(like.shape) * like.dtype.itemsize
+    room = np.zeros(nbytes + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    return room[first : first + nbytes].view(like.dtype).reshape(like.shape)

@@ -14,6 +14,7 @@ that step chose for it is dropped.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import logging
 import secrets
 import threading
@@ -29,7 +30,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ...cache.keys import model_fingerprint, namespace, root_key
+from ...cache.keys import Namespaces
 from ...configs.engine import EngineConfig
 from ...kernels.draft import LOOKUP, SHADOW, Drafts, lookup_only
 from ...kernels.sample import choice_seed
@@ -38,15 +39,17 @@ from .blocking import Completion
 from .device import Device, Progress
 from .grammar import BadGrammar, Grammar
 from .grammars import Compiled, Grammars, Guide, Guides
-from .identity import CompilationCounter, numerics_class, system_fingerprint
+from .identity import CompilationCounter, Identities, numerics_class, system_fingerprint
 from .programs import Program, make_mesh, step_sizes
 from .request import (
+    LOCAL,
     MAX_STOP_IDS,
     SOURCES,
     DraftSource,
     Emission,
     EngineStopped,
     FinishReason,
+    Keep,
     PromptTooLong,
     QueueFull,
     SamplingParams,
@@ -57,8 +60,10 @@ from .scheduler import Layers, Plan, Shard
 from .sequence import Grown, Phase, Sequence, blocks_for
 from .state import StepResult, fill_row
 from .thoughts import Channels
+from .tiers import Tiers
 
 if TYPE_CHECKING:
+    from ...cache.store import Store
     from ...model.load import Model
     from ..metrics import EngineMetrics
 
@@ -99,6 +104,7 @@ class _Pending:
     passes: int
     prefill_tokens: int
     started: float
+    compiled: int  # programs compiled when it started
 
 
 class Engine:
@@ -112,9 +118,11 @@ class Engine:
         *,
         mesh: Mesh | None = None,
         metrics: EngineMetrics | None = None,
+        store: Store | None = None,
     ) -> None:
+        """`store` (`serving.storage.open_store`) keeps blocks beyond the device's pool; the engine closes it."""
         CompilationCounter.install()
-        self.model, self.config, self.metrics = model, config, metrics
+        self.model, self.config, self.metrics, self.store = model, config, metrics, store
         self.mesh = mesh if mesh is not None else make_mesh(jax.devices()[:1], model.config)
         self.context_length = config.context(model.config)
         if len(model.eos_ids) > MAX_STOP_IDS:
@@ -129,11 +137,15 @@ class Engine:
         )
         self.numerics_class = numerics_class(self.mesh, self.device.kernels, model.quant, self.device.kv)
         self.system_fingerprint = system_fingerprint(model.weights_id, self.numerics_class)
-        # One namespace for now: there are no tenants yet, and a secret of this process keeps keys unguessable.
-        self._namespace = namespace(secrets.token_bytes(32), "local")
-        self._roots: dict[Layers, bytes] = {}
+        namespaces = store.namespaces if store is not None else Namespaces(secrets.token_bytes(32))
+        self._identities = Identities(model, self.numerics_class, self.device.kv, namespaces)
+        if store is not None and store.cache.model != self._identities.fingerprint(None):
+            raise ValueError("the store was opened for another model, or for other settings of the engine")
         self._last_layers: Layers = None
         self._new_shards()
+        self._tiers = Tiers(store.cache, self.device, self._notice) if store is not None else None
+        if store is not None and metrics is not None:
+            metrics.watch(store.cache.stats, self._held_blocks, lambda: self.l1_mode)
 
         self._guides = Guides()
         self._grammars: Grammars | None = None
@@ -141,6 +153,7 @@ class Engine:
             self._grammars = Grammars(model.tokenizer, model.config.vocab_size, model.eos_ids)
 
         self._wake = threading.Condition()
+        self._arrived = False  # a load has something new
         self._incoming: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._by_id: dict[str, Sequence] = {}
@@ -199,13 +212,15 @@ class Engine:
         self._ready = True
 
     def close(self) -> None:
-        """Cancel everything and stop the thread."""
+        """Cancel everything, stop the thread, and close the store."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._guides.close()
+        if self.store is not None:
+            self.store.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -215,12 +230,27 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, prompt_ids: Seq[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None) -> str:
+    def submit(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+        principal: str = LOCAL,
+        keep: Keep = "blocks",
+        priority: int = 0,
+    ) -> str:
         """Queue a request; its emissions go to `sink` on the engine's thread. Returns the request's id.
+
+        `principal` is whom the server has authenticated: KV is shared among the requests of one. `keep` says what of
+        the request's KV may outlive it. Who waits is admitted as if it had waited some seconds more (or less) for each
+        step of `priority`.
 
         Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
         """
-        seq = self._new_sequence(prompt_ids, params, sink, request_id)
+        seq = self._new_sequence(prompt_ids, params, sink, request_id, principal, keep)
+        seq.priority = priority
         with self._wake:
             if self._stopping or self._failed is not None or self._thread is None:
                 raise EngineStopped(self._failed or "the engine is not running")
@@ -238,8 +268,9 @@ class Engine:
         return seq.id
 
     def _new_sequence(
-        self, prompt_ids: Seq[int], params: SamplingParams, sink: Sink, request_id: str | None
-    ) -> Sequence:
+        self, prompt_ids: Seq[int], params: SamplingParams, sink: Sink, request_id: str | None, principal: str,
+        keep: Keep,
+    ) -> Sequence:  # fmt: skip
         prompt = np.array(prompt_ids, dtype=np.int64).reshape(-1)
         if not len(prompt):
             raise ValueError("the prompt is empty; at least one token is needed")
@@ -274,8 +305,9 @@ class Engine:
             limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
             sink=sink,
             text=Channels(tokenizer.token_bytes, params.stop, params.thinking) if tokenizer is not None else None,
-            root=self._root(params.layers),
+            identity=self._identities.of(principal, params.layers),
             sources=sources,
+            keep=keep,
             guide=guide,
         )
 
@@ -298,18 +330,6 @@ class Engine:
             )
         return wanted
 
-    def _root(self, layers: Layers) -> bytes:
-        """What keys of KV blocks start from: KV of other layers is other KV. `ValueError` for unknown layers."""
-        if layers not in self._roots:
-            if layers is not None and not 0 <= layers[0] <= layers[-1] < self.model.config.n_layers:
-                raise ValueError(f"layers are numbered 0 to {self.model.config.n_layers - 1}, got {list(layers)}")
-            fingerprint = model_fingerprint(
-                weights_id=self.model.weights_id, numerics_class=self.numerics_class, kv_format=self.device.kv.name,
-                layers=layers,
-            )  # fmt: skip
-            self._roots[layers] = root_key(self._namespace, fingerprint)
-        return self._roots[layers]
-
     def cancel(self, request_id: str) -> None:
         """End a request; its last emission says `cancelled`. Unknown or ended ids are ignored."""
         with self._wake:
@@ -317,15 +337,24 @@ class Engine:
                 self._cancelled.add(request_id)
                 self._wake.notify()
 
-    def stream(self, prompt_ids: Seq[int], params: SamplingParams) -> Iterator[Emission]:
+    def stream(
+        self, prompt_ids: Seq[int], params: SamplingParams, *, principal: str = LOCAL, keep: Keep = "blocks"
+    ) -> Iterator[Emission]:
         """The emissions of one request, which is submitted when the first is asked for. Leaving the loop early
         cancels it."""
-        return blocking.stream(self, prompt_ids, params)
+        return blocking.stream(self, prompt_ids, params, principal, keep)
 
-    def generate(self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Seq[Seq[int]],
+        params: SamplingParams | Seq[SamplingParams],
+        *,
+        principal: str = LOCAL,
+        keep: Keep = "blocks",
+    ) -> list[Completion]:
         """Whole answers to several prompts, in their order. Waits for room in the queue; `RuntimeError` when one of
         them ends in an error."""
-        return blocking.generate(self, prompts, params)
+        return blocking.generate(self, prompts, params, principal, keep)
 
     def choice_params(self, params: SamplingParams, n: int) -> list[SamplingParams]:
         """The parameters of `n` choices of one request: choice i folds i into the seed."""
@@ -350,10 +379,15 @@ class Engine:
             compilations_after_ready=CompilationCounter.count - self._compiled_at_ready,
         )
 
+    def _held_blocks(self) -> int:
+        """Blocks of the pools that have content."""
+        return sum(shard.pool.total - shard.pool.free for shard in self.shards)
+
     def check(self) -> None:
         """Raise `AssertionError` when blocks or slots have leaked. To be called while no step is being planned."""
         for shard in self.shards:
-            shard.pool.check(held=[block for seq in shard.running for block in seq.blocks])
+            held = [block for seq in shard.running for block in seq.blocks]
+            shard.pool.check(held=held + (self._tiers.held(shard) if self._tiers is not None else []))
             assert len(shard.free_slots) + len(shard.running) == shard.slots, f"slots lost: {shard.free_slots}"
 
     # ---- the loop (engine thread only from here on)
@@ -382,6 +416,8 @@ class Engine:
         self._take_commands()
         for seq in list(self._by_id.values()):
             self._end(seq, "error" if self._failed else "cancelled", error=self._failed)
+        if self._tiers is not None and not self._failed:
+            self._tiers.copy_down(now=True)
         self._deliver()
 
     def _step(self) -> bool:
@@ -389,34 +425,66 @@ class Engine:
         self._take_commands()
         if self._guides.busy:  # an answer that follows a grammar should not miss the step for a moment
             self._guides.wait(PATIENCE, everything=True)
+        self._bring_up()
         plans, passes, layers = self._plan()
         if any(plans):
             ahead = self._dispatch(plans, passes, layers)
+            self._copy_down()
             self._read()
             self._pending = ahead
             return True
         if self._pending is not None:
             self._read()
             return True
+        if self._tiers is not None and self._tiers.copy_down(now=True):
+            return True  # it gave blocks back, which somebody may wait for
         if self._guides.busy:
             self._guides.wait(10 * PATIENCE, everything=False)
             return True
-        return bool(self._waiting or self._outbox)
+        return bool(self._waiting or self._outbox) and not self._loading
+
+    def _bring_up(self) -> None:
+        """Put the blocks into the pool that have arrived from the tiers."""
+        if self._tiers is not None:
+            for arrived in self._tiers.poll(self.shards):
+                if self.metrics:
+                    self.metrics.brought_up(arrived.seconds, arrived.hot_seconds, arrived.hot_bytes)
+
+    def _copy_down(self) -> None:
+        """Hand the blocks that were sealed to the tiers."""
+        if self._tiers is not None:
+            for shard in self.shards:
+                for seq in shard.running:
+                    self._tiers.keep(shard, seq)
+            self._tiers.copy_down()
+
+    @property
+    def _loading(self) -> bool:
+        """Whether some of those that hold a slot wait for the tiers."""
+        return any(seq.phase is Phase.LOADING for shard in self.shards for seq in shard.running)
+
+    def _notice(self) -> None:
+        """On any thread: a load has something new."""
+        with self._wake:
+            self._arrived = True
+            self._wake.notify()
 
     def _idle(self) -> None:
-        try:
-            self.check()
-        except AssertionError:
-            log.exception("the leak check failed")
-        self._measure(0.0, 0, 0)
+        if not self._loading:
+            try:
+                self.check()
+            except AssertionError:
+                log.exception("the leak check failed")
+            self._measure(0.0, 0, 0)
         with self._wake:
-            while not (self._incoming or self._cancelled or self._stopping):
+            while not (self._incoming or self._cancelled or self._arrived or self._stopping):
                 self._wake.wait()
 
     def _take_commands(self) -> None:
         with self._wake:
             incoming, self._incoming = self._incoming, deque()
             cancelled, self._cancelled = self._cancelled, set()
+            self._arrived = False
             self._waiting.extend(incoming)
         for request in cancelled:
             seq = self._by_id.get(request)
@@ -480,6 +548,7 @@ class Engine:
             shard.reserve(seq, min(seq.furthest + passes * seq.width, seq.limit))
 
     def _pause(self, shard: Shard, seq: Sequence) -> None:
+        Tiers.stop(seq)
         kept = blocks_for(seq.kv_length)
         seq.saved = self.device.save([(shard.index, block) for block in seq.blocks[:kept]])
         seq.resume_as = seq.phase
@@ -508,15 +577,21 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            seq = self._waiting[0]
+            seq = min(self._waiting, key=lambda waiting: waiting.turn)
             # Paused sequences were here first; their shard takes nobody new before they are back.
             open_shards = [s for s in self.shards if s.free_slots and not s.paused]
             best = sorted(open_shards, key=lambda s: (-s.known_tokens(seq), -len(s.free_slots), s.index))
             if not any(shard.admit(seq) for shard in best):
-                return
-            self._waiting.popleft()
+                break
+            self._waiting.remove(seq)
             seq.admitted = time.monotonic()
             self._set_slot(seq)
+            if self._tiers is not None:
+                self._tiers.look_up(seq)
+        if self._tiers is not None:
+            for seq in heapq.nsmallest(self.config.slots, self._waiting, key=lambda waiting: waiting.turn):
+                if not seq.expected:
+                    self._tiers.expect(seq, max(shard.known_tokens(seq) for shard in self.shards))
 
     def _set_slot(self, seq: Sequence) -> None:
         """Send the sequence's row to its slot."""
@@ -534,7 +609,7 @@ class Engine:
     # ---- running
 
     def _dispatch(self, plans: list[Plan], passes: int, layers: Layers) -> _Pending:
-        started = time.monotonic()
+        started, compiled = time.monotonic(), CompilationCounter.count
         prefill = any(plan.chunks for plan in plans)
         kind = "prefill" if prefill else "decode" if passes == 1 else "decode_n"
         inputs = self.device.new_input(prefill)
@@ -562,6 +637,7 @@ class Engine:
             passes=passes,
             prefill_tokens=sum(count for plan in plans for _, _, count in plan.chunks),
             started=started,
+            compiled=compiled,
         )
 
     def _read(self) -> None:
@@ -582,6 +658,10 @@ class Engine:
                 continue
             emitted += self._take(seq, column, result, logits, hidden, drafts, now)
         self._measure(seconds, pending.prefill_tokens, emitted)
+        # Small chunks tell nothing of what a long prompt takes, nor do steps that had to be compiled.
+        telling = 2 * pending.prefill_tokens >= self.config.prefill_chunk
+        if self.store is not None and telling and pending.compiled == CompilationCounter.count:
+            self.store.cache.prefilled(pending.prefill_tokens, seconds)
 
     def _take(
         self, seq: Sequence, column: int, result: StepResult, logits: np.ndarray | None, hidden: np.ndarray | None,
@@ -598,7 +678,7 @@ class Engine:
         n = len(emission.token_ids)
         if self.metrics:
             if first:
-                self.metrics.first_token(now - seq.submitted)
+                self.metrics.first_token(now - seq.submitted, resumed=seq.cached > seq.found["device"])
             else:
                 self.metrics.tokens(n, (now - since) / n)
             self.metrics.drafts(grown.drafted, emission.sources)
@@ -618,8 +698,11 @@ class Engine:
         self, seq: Sequence, reason: FinishReason, emission: Emission | None = None, error: str | None = None
     ) -> None:
         shard = self.shards[seq.shard]
+        Tiers.stop(seq)
         if seq.phase in (Phase.PREFILL, Phase.DECODE):
             shard.publish(seq)
+            if self._tiers is not None:
+                self._tiers.keep(shard, seq, ended=True)
             shard.leave(seq)
         elif seq.phase is Phase.PAUSED:
             shard.paused.remove(seq)
@@ -635,6 +718,9 @@ class Engine:
             self._service_time += 0.1 * (time.monotonic() - seq.admitted - self._service_time)
         if self.metrics:
             self.metrics.finished(reason, len(seq.prompt), len(seq.generated), seq.cached)
+        if self.store is not None:
+            arrived = time.time() - (time.monotonic() - seq.submitted)
+            self.store.cache.record_access(seq.identity, seq.prompt, len(seq.generated), arrived)
 
     def _emit(self, seq: Sequence, emission: Emission) -> None:
         self._outbox.setdefault(id(seq.sink), (seq.sink, []))[1].append((seq.id, emission))
@@ -656,10 +742,13 @@ class Engine:
         message = f"the step failed: {_summary(error)}"
         for seq in list(self._by_id.values()):
             if seq.phase is not Phase.WAITING:
+                Tiers.stop(seq)
                 seq.phase = Phase.DONE  # it holds nothing any more: the shards are made anew
                 self._end(seq, "error", error=message)
         self.device.reset()
         self._new_shards()
+        if self._tiers is not None:
+            self._tiers.reset()
 
     def _measure(self, seconds: float, prefilled: int, emitted: int) -> None:
         if self.metrics is None:

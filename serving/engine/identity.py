@@ -1,19 +1,27 @@
-"""The numerics class: everything, apart from the weights, that decides the bits of a logit on this machine."""
+"""What decides the bits of a logit and of KV: the numerics class of this machine, and with weights, layers and owner
+the identity of blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import jaxlib
 from jax.sharding import Mesh
 
+from ...cache.keys import Identity, Namespaces, model_fingerprint
 from ...kernels import native
 from ...kernels.attention import KVFormat
 from ...kernels.backend import Kernels
+
+if TYPE_CHECKING:
+    from ...model.load import Model
+    from ...model.tokenizer import Tokenizer
 
 
 @functools.cache
@@ -53,6 +61,50 @@ def _word(text: str) -> str:
 def system_fingerprint(weights_id: str, numerics: str) -> str:
     """What the API reports: equal fingerprints give equal answers to equal seeded requests."""
     return "fp_" + hashlib.sha256(f"{weights_id}\0{numerics}".encode()).hexdigest()[:12]
+
+
+def kv_fingerprint(model: Model, numerics: str, kv: KVFormat, layers: tuple[int, ...] | None = None) -> bytes:
+    """The name of everything besides tokens that decides the bytes of KV: KV of other layers (None: all) is other KV.
+
+    Raises `ValueError` for layers that the model does not have.
+    """
+    if layers is not None and not 0 <= layers[0] <= layers[-1] < model.config.n_layers:
+        raise ValueError(f"layers are numbered 0 to {model.config.n_layers - 1}, got {list(layers)}")
+    trunk = dataclasses.asdict(model.config)
+    del trunk["name"]  # names are given to other weights, and the same weights have several
+    return model_fingerprint(
+        weights_id=model.weights_id, numerics_class=numerics, kv_format=f"{kv.name} {kv.scale_dtype}", trunk=trunk,
+        tokenizer=_vocabulary(model.tokenizer, model.config.vocab_size), layers=layers,
+    )  # fmt: skip
+
+
+def _vocabulary(tokenizer: Tokenizer | None, size: int) -> bytes:
+    """A digest of what the token ids stand for."""
+    digest = hashlib.sha256()
+    for token in range(size if tokenizer is not None else 0):
+        text = tokenizer.token_bytes(token)
+        digest.update(len(text).to_bytes(4, "little") + text)
+    return digest.digest()
+
+
+class Identities:
+    """Whose KV a request may share: that of the same principal and the same layers. For any thread."""
+
+    def __init__(self, model: Model, numerics: str, kv: KVFormat, namespaces: Namespaces) -> None:
+        self._fingerprint = functools.cache(functools.partial(kv_fingerprint, model, numerics, kv))
+        self._namespaces = namespaces
+        self._of = functools.lru_cache(4096)(self._make)
+
+    def fingerprint(self, layers: tuple[int, ...] | None) -> bytes:
+        """`kv_fingerprint`."""
+        return self._fingerprint(layers)
+
+    def of(self, principal: str, layers: tuple[int, ...] | None) -> Identity:
+        """Raises `ValueError` for layers that the model does not have."""
+        return self._of(principal, layers)
+
+    def _make(self, principal: str, layers: tuple[int, ...] | None) -> Identity:
+        return Identity(self._namespaces.of(principal), self._fingerprint(layers))
 
 
 class CompilationCounter:

@@ -20,6 +20,15 @@ FinishReason = Literal["stop_token", "stop_string", "max_tokens", "context_lengt
 DraftSource = Literal["auto", "off", "lookup", "shadow"]
 DRAFT_SOURCES = ("auto", "off", "lookup", "shadow")
 
+Keep = Literal["nothing", "blocks", "conversation"]
+"""What of a request's KV may outlive it. `nothing`: nothing that reaches a disk or another machine; `blocks`: whole
+blocks; `conversation`: the partly filled last one as well, for what will be continued."""
+
+KEEPS: tuple[Keep, ...] = ("nothing", "blocks", "conversation")
+
+LOCAL = "local"
+"""The principal of requests where nobody is authenticated."""
+
 FORCED = 3
 SOURCES = {LOOKUP: "lookup", SHADOW: "shadow", FORCED: "forced"}
 """Who drafts tokens, by number. Forced ones stand whatever the trunk says: the end of thoughts at their budget, and
@@ -116,6 +125,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     thought_tokens: int = 0
+    cached_by_tier: tuple[tuple[str, int], ...] = ()
+    """The cached ones by where their KV was: "device", "memory", "disk" or "objects"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +140,7 @@ class Timings:
     passes: int  # trunk passes that emitted tokens
     drafted: int = 0  # tokens that were drafted for them
     accepted: tuple[tuple[str, int], ...] = ()  # tokens that stood, by who drafted them
+    cache: float = 0.0  # from admission until the KV that was found was in place
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,7 +78,8 @@ class Shard:
         whole = (len(seq.prompt) - 1) // BLOCK * BLOCK
         if not self._take(seq, seq.prompt[:whole], len(seq.prompt) + 1):
             return False
-        seq.prefilled = seq.cached = len(seq.keys) * BLOCK
+        seq.prefilled = seq.found["device"] = len(seq.keys) * BLOCK
+        self.pool.use(seq.blocks[: len(seq.keys)])
         self.enter(seq, Phase.PREFILL)
         return True
 
@@ -141,7 +142,8 @@ class Shard:
             seq.blocks[i] = found
             seq.keys.append(key)
             seq.prefilled += BLOCK
-            seq.cached += BLOCK
+            seq.found["device"] += BLOCK
+            self.pool.use([found])
 
     # ---- the next step
 

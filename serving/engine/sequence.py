@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from collections import Counter
 
 import numpy as np
 
+from ...cache.keys import Identity
+from ...cache.load import Load
 from ...configs.engine import BLOCK, MAX_DRAFT
 from ...kernels.attention import KVPool
 from .grammars import Guide
-from .request import SOURCES, Emission, FinishReason, SamplingParams, Sink, Timings, TokenLogprob, Usage
+from .request import SOURCES, Emission, FinishReason, Keep, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
+
+PRIORITY_SECONDS = 15.0
 
 
 class Phase(enum.Enum):
     WAITING = "waiting"  # in the queue, holds nothing
+    LOADING = "loading"  # has a slot; stored KV of its prompt is being brought up
     PREFILL = "prefill"  # has a slot; its prompt is being computed
     DECODE = "decode"  # has a slot; the whole prompt was dispatched
     PAUSED = "paused"  # preempted; its KV is in host memory
@@ -49,8 +55,10 @@ class Sequence:
     limit_reason: FinishReason
     sink: Sink
     text: Channels | None
-    root: bytes  # key that its chain of blocks starts from: same namespace, model and layers
+    identity: Identity  # whose blocks, and computed by what
     sources: int  # where its drafts may come from, 0: nowhere
+    keep: Keep = "blocks"
+    priority: int = 0
     guide: Guide | None = None  # through its grammar
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -61,7 +69,12 @@ class Sequence:
     keys: list[bytes] = dataclasses.field(default_factory=list)  # of the blocks published so far, in order
     generated: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0  # prompt tokens whose KV exists or is being written by a dispatched step
-    cached: int = 0  # of these, tokens found in the pool
+    found: Counter[str] = dataclasses.field(default_factory=Counter)  # of these, tokens found, by tier
+    expected: bool = False  # what it will need was asked for ahead
+    load: Load | None = None  # of what the tiers have of its prompt
+    before_load: int = 0  # prompt tokens that the pool had
+    arranged: float = 0.0  # when everything found was in place
+    kept: int = 0  # blocks that were offered to the tiers, or did not need to be
     in_flight: int = 0  # passes dispatched for it that may choose a token and were not read yet
     conclude_at: int | None = None  # where the conclusion of its thoughts begins, known while paused
     saved: list[KVPool] = dataclasses.field(default_factory=list)  # contents of its blocks while paused
@@ -78,9 +91,25 @@ class Sequence:
         self._end = ThoughtEnd(how.close) if how is not None else None
 
     @property
+    def root(self) -> bytes:
+        """The key that its chain of blocks starts from."""
+        return self.identity.root
+
+    @property
+    def turn(self) -> float:
+        """Who waits for a slot is admitted in ascending order of this: a step of priority is worth so many seconds of
+        waiting, so nobody waits for ever."""
+        return self.submitted - PRIORITY_SECONDS * self.priority
+
+    @property
     def width(self) -> int:
         """Tokens that one pass can add to it."""
         return 1 + MAX_DRAFT if self.sources or self.params.thinking is not None else 1
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens whose KV was found."""
+        return self.found.total()
 
     @property
     def position(self) -> int:
@@ -174,7 +203,13 @@ class Sequence:
             text=emission.text + rest,
             thought=emission.thought + thought,
             finish_reason=reason,
-            usage=Usage(len(self.prompt), len(self.generated), self.cached, thoughts),
+            usage=Usage(
+                len(self.prompt),
+                len(self.generated),
+                self.cached,
+                thoughts,
+                tuple((tier, n) for tier, n in self.found.items() if n),
+            ),
             timings=Timings(
                 queued=(self.admitted or now) - self.submitted,
                 ttft=(self.first_token or now) - self.submitted,
@@ -183,6 +218,7 @@ class Sequence:
                 passes=self.passes,
                 drafted=self.drafted,
                 accepted=tuple((SOURCES[source], n) for source, n in sorted(self.accepted.items())),
+                cache=max(self.arranged - self.admitted, 0.0),
             ),
             error=error,
         )

@@ -15,11 +15,12 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from umbra.configs.prompt_sets import DEFAULT, Prompt, load_prompts
-from umbra.scripts.bench import cli, systems
+from umbra.scripts.bench import cli, scenarios, systems
 from umbra.scripts.bench.arrivals import Arrival, poisson, trace
 from umbra.scripts.bench.client import Target, replay
 from umbra.scripts.bench.harness import run
@@ -403,6 +404,12 @@ def test_a_server_that_is_not_there_is_an_error_of_every_request():
         (["skips", "--mesh", "data=2,model=1"], "skips runs on one device"),
         (["decode", "--sequences", "2"], "unrecognized arguments: --sequences"),
         (["decode", "--rounds", "0"], "whole number of at least 1, got '0'"),
+        (["serve", "--scenario", "events", "--clients", "2"], "--clients is not used with --scenario events"),
+        (
+            ["serve", "--scenario", "overhead", "--against", "llama.cpp"],
+            "--against is not used with --scenario overhead",
+        ),
+        (["serve", "--scenario", "questions", "--trace", "t.jsonl"], "--trace is not used with --scenario questions"),
         (["serve", "--rate", "nan"], "must be a number above 0, got 'nan'"),
         (["serve", "--time-scale", "2"], "--time-scale is only used with --trace"),
         (["serve", "--trace", "t.jsonl", "--rate", "2"], "--rate is not used with --trace"),
@@ -467,3 +474,42 @@ def test_benchmarks_of_the_tiny_model(tmp_path, argv, capsys):
     if argv[0] == "serve":
         assert summary["errors"] == 0 and summary["start_s"] > 0 and summary["requests_s"] > 0
         assert {row["tokens"] for row in report["rows"]} == {4}
+
+
+def test_a_closed_loop_asks_again_when_answered(http_server):
+    server, some = SimpleNamespace(system="umbra"), plan("serve", scenario="concurrent", limit=5, max_tokens=5)
+    prompts = [Prompt(str(i), "chat", ("good",)) for i in range(3)]
+    rows, figures = scenarios._closed(some, Target(http_server, "m", []), server, prompts, 1, 2)
+    assert len(rows) == 5 and all(row["ttft_ms"] < row["total_ms"] and row["clients"] == 2 for row in rows)
+    assert figures["errors"] == 0 and figures["requests_s"] > 0 and figures["ttft_p95_ms"] >= figures["ttft_ms"]
+    waited = max(row["total_ms"] for row in rows)
+    assert waited < 1e3 * 5 / figures["requests_s"], "waiting for a place does not count"
+
+
+def test_questions_of_so_many_words(http_server):
+    server, some = SimpleNamespace(system="umbra"), plan("serve", scenario="questions", limit=2, max_tokens=5)
+    asked = {words: [scenarios._question(words, i) for i in range(25)] for words in scenarios.WORDS}
+    assert all({len(text.rstrip("?").split()) for text in texts} == {words} for words, texts in asked.items()), asked
+    assert len({texts[i].split()[0] for texts in asked.values() for i in range(20)}) == 20
+    rows = scenarios._ask(some, Target(http_server, "m", []), server, asked, 0)
+    assert [row["words"] for row in rows] == [5, 10, 20] * 2
+    systems = {body["messages"][0]["content"] for body in Handler.bodies}
+    assert len(systems) == 1 and systems.pop().startswith("[0] You are")
+
+
+def test_what_a_fast_source_gets_through(tmp_path):
+    out = tmp_path / "report.json"
+    argv = ["serve", "--scenario", "events", "--rate", "3000", "--max-tokens", "300", "--rounds", "1"]
+    assert cli.main([*argv, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report.keys() >= KEYS and report["rows"]
+    assert report["summary"]["umbra"]["tok_s"] > 0 and report["summary"]["umbra"]["events_s"] > 0
+
+
+@pytest.mark.real
+def test_the_server_against_the_engine(tmp_path):
+    out = tmp_path / "report.json"
+    argv = ["serve", "--scenario", "overhead", "--clients", "1,2", "--limit", "2", "--max-tokens", "4", "--rounds", "1"]
+    assert cli.main([*argv, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["ratios"]["tok_s@2"]["engine"] > 0 and "ttft_more_ms" in report["summary"]["umbra"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -27,9 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     "argv",
-    [["--level", "xhigh"], ["--state", "x"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
+    [["--level", "xhigh"], ["--cache-disk", "-1"], ["--port", "x"], ["--port", "70000"], ["--slots", "0"],
      ["--mesh", "data=0"], ["--mesh", "rows=2"], ["--tls-cert", "x"], ["--log-level", "loud"], ["--threads", "0"],
-     ["--api-key", ""], ["--max-body", "0"], ["extra"]],
+     ["--api-key", ""], ["--max-body", "0"], ["extra"], ["--host", "0.0.0.0"], ["--api-keys", "/no/such/file"],
+     ["--requests-per-minute", "-1"], ["--cors-origin", "example.org"], ["--request-timeout", "0"],
+     ["--new-api-key", "a b"], ["--state", "off", "--cache-memory", "1"]],
 )  # fmt: skip
 def test_wrong_usage(argv, capsys):
     with pytest.raises(SystemExit) as error:
@@ -44,7 +47,8 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for name in (
         "--model", "--host", "--port", "--quant", "--threads", "--mesh", "--slots", "--context-length", "--no-warmup",
-        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--tls-cert", "--tls-key", "--max-body",
+        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--state",
+        "--cache-disk", "--cache-memory", "--cache-objects", "--cache-log", "--tls-cert", "--tls-key", "--max-body",
     ):  # fmt: skip
         assert name in text
 
@@ -99,13 +103,19 @@ class Engine:
     def choice_params(self, params, n):
         return [params] * n
 
-    def submit(self, prompt_ids, params, *, sink, request_id=None):
+    def submit(self, prompt_ids, params, *, sink, request_id=None, principal="local", keep="blocks", priority=0):
         self.sinks[request_id] = sink
         return request_id
 
     def cancel(self, request_id):
         if (sink := self.sinks.pop(request_id, None)) is not None:
             sink([(request_id, Emission("", (), (), (), "cancelled", Usage(1, 1), Timings(0, 0, 0, 0, 1)))])
+
+    def finish(self):
+        """End all answers."""
+        while self.sinks:
+            request_id, sink = self.sinks.popitem()
+            sink([(request_id, Emission("", (), (), (), "stop_token", Usage(1, 1), Timings(0, 0, 0, 0, 1)))])
 
     def close(self):
         self.closed = True
@@ -158,6 +168,44 @@ def test_a_stop_signal_ends_running_answers_and_the_server():
     assert engine.closed
     with pytest.raises(httpx.ConnectError):
         httpx.get(address)
+
+
+def test_running_answers_may_end_and_new_requests_are_refused():
+    """The port stays open for as long as something runs; what is registered to stop is waited for."""
+    engine, ready, seen = Engine(), threading.Event(), {}
+    service = Service(ServerConfig(shutdown_grace=4))
+    sock = listen("127.0.0.1", 0)
+    address = url("127.0.0.1", sock)
+
+    async def goodbye():
+        await asyncio.sleep(0.2)
+        seen["goodbye"] = True
+
+    async def broken():
+        raise ValueError("cannot say goodbye")
+
+    service.on_stop += [goodbye, broken]
+
+    def client():
+        ready.wait(5)
+        with httpx.stream("POST", f"{address}/v1/completions", json=BODY, timeout=5) as response:
+            lines = response.iter_lines()
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not service.stopping:
+                time.sleep(0.01)
+            seen["refused"] = httpx.post(f"{address}/v1/completions", json=BODY)
+            seen["readyz"] = httpx.get(f"{address}/readyz")
+            engine.finish()
+            seen["lines"] = [line for line in lines if line]
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert run(service, sock, lambda service: (engine, MODEL), ready.set) == 0
+    thread.join(5)
+    assert seen["refused"].status_code == 503 and int(seen["refused"].headers["retry-after"]) >= 1
+    assert seen["refused"].json()["error"]["code"] == "shutting_down"
+    assert seen["readyz"].json() == {"status": "stopping"}
+    assert seen["lines"][-1] == "data: [DONE]" and seen["goodbye"]
 
 
 def test_an_engine_that_dies_ends_the_server():
@@ -217,7 +265,7 @@ def test_the_command_with_a_model(tmp_path):
     """From the command line to a streamed answer and a clean end, with the random trunk."""
     command = [
         sys.executable, str(ROOT / "scripts" / "serve.py"), "--model", "tiny", "--port", "0", "--slots", "2",
-        "--context-length", "256",
+        "--context-length", "256", "--state", str(tmp_path / "state"),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=(tmp_path / "err").open("w"), text=True)
     try:
@@ -242,7 +290,7 @@ def test_the_command_with_a_model(tmp_path):
 def tiny_server(*options: str):
     """serve.py on the tiny trunk, in a process of its own; yields its address."""
     command = [sys.executable, str(ROOT / "scripts/serve.py"), "--model", "tiny", "--port", "0", "--slots", "4",
-               "--context-length", "512", "--kv-memory", "0.01", *options]  # fmt: skip
+               "--context-length", "512", "--kv-memory", "0.01", "--state", "off", *options]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -229,6 +229,25 @@ def test_full_queue_is_refused_with_a_time(tiny_engine: Engine) -> None:
     for request in requests:
         tiny_engine.cancel(request)
     wait_idle(tiny_engine)
+
+
+def test_priority_is_worth_some_waiting(tiny_engine: Engine) -> None:
+    """Who waits is admitted by priority, in the order of arrival among equals."""
+    ended: list[str] = []
+    lock = threading.Lock()
+
+    def sink(pairs: Sequence[tuple[str, Emission]]) -> None:
+        with lock:
+            ended.extend(name for name, emission in pairs if emission.finish_reason is not None)
+
+    slots = tiny_engine.config.slots
+    running = [tiny_engine.submit(PROMPT, SamplingParams(max_tokens=100), sink=sink) for _ in range(slots)]
+    names = {"low": -1, "normal-1": 0, "normal-2": 0, "high": 1}
+    for name, priority in names.items():
+        tiny_engine.submit(PROMPT, SamplingParams(max_tokens=1), sink=sink, request_id=name, priority=priority)
+    tiny_engine.cancel(running[0])  # one slot, so that they come one after the other
+    wait_idle(tiny_engine)
+    assert [name for name in ended if name in names] == ["high", "normal-1", "normal-2", "low"]
 
 
 def test_bursts_with_random_cancels_leak_nothing(tiny_engine: Engine) -> None:

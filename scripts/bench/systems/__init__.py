@@ -24,6 +24,7 @@ ADAPTERS = {
     "levels/umbra": "umbra.scripts.bench.systems.levels:Levels",
     "kernels/umbra": "umbra.scripts.bench.systems.ops:Ops",
     "kernels/umbra-xla": "umbra.scripts.bench.systems.ops:PlainJaxOps",
+    "tiers/umbra": "umbra.scripts.bench.systems.tiered:Tiered",
     "transformers-float32": "umbra.scripts.bench.systems.transformers:Float32",
     "transformers-bfloat16": "umbra.scripts.bench.systems.transformers:BFloat16",
 }

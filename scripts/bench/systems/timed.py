@@ -308,6 +308,12 @@ def cases(ops: Sequence[str], rows: Sequence[int], contexts: Sequence[int]) -> l
             made += [_attend("prefill", BLOCK, context) for context in (0, contexts[-1])]
         elif op == "table":
             made += [_attend("table walk", 1, TABLE_TOKENS, layout=layout) for layout in ("pool", "contiguous")]
+        elif op == "walk":
+            made += [
+                _attend("table walk", 1, context, layout=layout)
+                for context in contexts
+                for layout in ("pool", "contiguous")
+            ]
         else:
             some = rows if op in ("linear", "head") else list(dict.fromkeys((rows[0], rows[-1])))
             made += [{"op": op, "name": name, "rows": r} for name in names[op] for r in some]

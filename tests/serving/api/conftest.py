@@ -19,6 +19,7 @@ from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
 from umbra.model.chat_template import ChatTemplateError
 from umbra.serving.api import Service, create_app
+from umbra.serving.api.connections import MAX_HEAD, connections
 from umbra.serving.engine import (
     Emission,
     EngineStopped,
@@ -103,12 +104,15 @@ class Running:
     steps: Iterator[Step]
     tokens: int = 0
     taken: int = 0
+    priority: int = 0
+    principal: str = "local"
 
 
 class FakeEngine:
     """The engine's interface over a script. `plan(prompt, params)` gives the steps of a request."""
 
     system_fingerprint = "fp_fake"
+    store = None
     context_length = CONTEXT
 
     def __init__(self) -> None:
@@ -138,7 +142,15 @@ class FakeEngine:
         return [dataclasses.replace(params, seed=(params.seed or 0) + i) for i in range(n)]
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, sink: Sink, request_id: str | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        sink: Sink,
+        request_id: str | None = None,
+        principal: str = "local",
+        keep: str = "blocks",
+        priority: int = 0,
     ) -> str:
         if self.stopped:
             raise EngineStopped("the engine is not running")
@@ -149,7 +161,7 @@ class FakeEngine:
                 raise QueueFull(len(self.running), 2.5)
             name = request_id or str(next(self._ids))
             steps = iter(self.plan(list(prompt_ids), params))
-            one = Running(list(prompt_ids), params, sink, steps)
+            one = Running(list(prompt_ids), params, sink, steps, priority=priority, principal=principal)
             self.submitted.append(one)
             self.running[name] = one
         return name
@@ -216,6 +228,8 @@ class Api:
             create_app(self.service),
             host="127.0.0.1",
             port=0,
+            http=connections(config),
+            h11_max_incomplete_event_size=MAX_HEAD,
             log_config=None,
             lifespan="off",
             access_log=False,

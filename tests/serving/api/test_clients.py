@@ -7,6 +7,7 @@ import io
 import openai
 import pytest
 
+from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
 from umbra.scripts import chat
 from umbra.serving.engine import Emission
@@ -53,7 +54,7 @@ def test_chat_with_a_wrong_model(api, ask):
 def test_chat_with_a_key(start_api, ask, monkeypatch):
     monkeypatch.delenv("UMBRA_API_KEY", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    api = start_api(ServerConfig(api_keys=("k",)))
+    api = start_api(ServerConfig(api_keys=plain_keys("k")))
     code, _, err = ask("one", args=["--url", api.url])
     assert code == 1 and "API key" in err and err.count("\n") == 1
     assert ask("one", args=["--url", api.url, "--api-key", "k"])[:2] == (0, "Hello, wörld 🎉\n")

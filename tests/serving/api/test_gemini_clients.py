@@ -9,6 +9,7 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
+from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
 from umbra.serving.engine import Emission, Usage
 
@@ -201,7 +202,7 @@ def test_the_client_s_timeout_ends_the_work(api, wait):
 
 
 def test_keys(start_api):
-    api = start_api(ServerConfig(api_keys=("secret",)))
+    api = start_api(ServerConfig(api_keys=plain_keys("secret")))
     for key, good in (("secret", True), ("wrong", False)):
         with genai.Client(api_key=key, http_options={"base_url": api.url}) as one:
             if good:

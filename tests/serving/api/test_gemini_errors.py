@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
 from umbra.serving.engine import Emission
 
@@ -315,7 +316,7 @@ def test_no_template(api):
 
 
 def test_keys(start_api):
-    api = start_api(ServerConfig(api_keys=("k1",)))
+    api = start_api(ServerConfig(api_keys=plain_keys("k1")))
     url = f"{URL}:generateContent"
     for headers in ({}, {"x-goog-api-key": "wrong"}, {"authorization": "Bearer wrong"}):
         error = error_of(api.client.post(url, json=HI, headers=headers), 401, "UNAUTHENTICATED")

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
 from umbra.serving.api.service import served_name
 
@@ -107,7 +108,7 @@ def test_openapi_describes_the_bodies(api):
 
 
 def test_keys(start_api):
-    api = start_api(ServerConfig(api_keys=("secret-1", "schlüssel")))
+    api = start_api(ServerConfig(api_keys=plain_keys("secret-1", "schlüssel")))
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret-1"}, {"x-goog-api-key": ""}):
         response = api.client.get("/v1/models", headers=headers)
         assert response.status_code == 401, headers
@@ -125,7 +126,7 @@ def test_keys(start_api):
     assert "secret-1" not in repr(api.service.config)
 
 
-@pytest.mark.parametrize("bad", [{"port": -1}, {"max_body": 0}, {"heartbeat": 0}, {"api_keys": ("",)}, {"workers": 0}])
+@pytest.mark.parametrize("bad", [{"port": -1}, {"max_body": 0}, {"heartbeat": 0}, {"host": "0.0.0.0"}, {"workers": 0}])
 def test_config_is_checked(bad):
     with pytest.raises(ValueError):
         ServerConfig(**bad)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
 from umbra.serving.api.responses_store import ResponseStore, StoredResponse
 from umbra.serving.engine import Emission, Usage
@@ -254,7 +255,7 @@ def test_bad_request_names_the_parameter(api, option, param):
 
 
 def test_tenants_see_nothing_of_each_other(start_api):
-    api = start_api(ServerConfig(api_keys=("a", "b")))
+    api = start_api(ServerConfig(api_keys=plain_keys("a", "b")))
     mine, other = ({"authorization": f"Bearer {key}"} for key in "ab")
     body = api.client.post(URL, json={"model": "fake", "input": "Hi"}, headers=mine).json()
     url = f"{URL}/{body['id']}"

@@ -1,0 +1,268 @@
+"""Our engine with the tiers of the context cache, which can be emptied and restarted one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...model_options import prepare
+from .base import Setup
+from .ours import PACKAGES, instructions
+
+if TYPE_CHECKING:
+    from ....model.load import Model
+    from ....serving.engine import Engine
+
+IDLE = 120.0
+"""Seconds after which an engine that was to become idle is taken as stuck."""
+
+
+class Tiered:
+    """One model; engines are started and stopped on it, as `start` is told."""
+
+    model: Model
+    engine: Engine
+
+    def load(self, setup: Setup) -> dict[str, Any]:
+        prepare(setup.threads, None, setup.kernels)
+        import jax
+
+        from ....kernels.backend import choose
+        from ....model.load import load_model
+
+        self.setup = setup
+        chosen = choose(jax.default_backend(), setup.kernels).kernels
+        self.model = load_model(
+            setup.model, quant=setup.quant, kernels=chosen, embedding=setup.embedding,
+            shadow="off" if setup.plain else setup.shadow,
+        )  # fmt: skip
+        config = self.model.config
+        return {
+            "versions": {name: version(name) for name in PACKAGES},
+            "settings": {
+                "weights": self.model.quant, "kernels": chosen._asdict(), "instructions": instructions(chosen),
+                "threads": setup.threads, "context": config.context_length,
+            },
+        }  # fmt: skip
+
+    def start(
+        self, folder: str | None, cache: dict[str, Any], context: int, contexts: float, slots: int, chunk: int = 128
+    ) -> dict[str, Any]:
+        """Start an engine whose pool holds `contexts` full contexts, with a store in `folder`, if one is named."""
+        from ....configs.cache import CacheConfig
+        from ....configs.engine import BLOCK, EngineConfig
+        from ....serving.engine import Engine
+        from ....serving.storage import open_store
+
+        began = time.perf_counter()
+        width = -(-context // BLOCK)
+        config = EngineConfig(
+            slots=slots, context_length=min(width * BLOCK, self.model.config.context_length), prefill_chunk=chunk,
+            blocks=int(contexts * width) + 2, kv=self.setup.kv, max_queue=4096,
+            draft_rows=0 if self.setup.plain else None,
+        )  # type: ignore[arg-type] # fmt: skip
+        store = open_store(Path(folder), self.model, config, CacheConfig(**cache)) if folder else None
+        self.engine = Engine(self.model, config, store=store)
+        self.engine.start()
+        layout = store.cache.layout.block_bytes if store is not None else 0
+        return {
+            "ready_s": time.perf_counter() - began, "block_bytes": layout, "numerics": self.engine.numerics_class,
+            "kv": self.engine.device.kv.name, "l1_mode": self.engine.l1_mode, "blocks": config.blocks,
+            "context": self.engine.context_length,
+        }  # fmt: skip
+
+    def stop(self) -> None:
+        self.engine.close()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text as the only user message of a conversation."""
+        from ....serving.offline import encoder
+
+        encode = encoder(self.model)
+        return [encode([{"role": "user", "content": text}]) for text in texts]
+
+    def vocabulary(self) -> int:
+        return self.model.config.vocab_size
+
+    # ---- requests
+
+    def ask(self, ids: Sequence[int], max_tokens: int, principal: str, keep: str) -> dict[str, Any]:
+        """One request, alone: when its first token came, and where its KV was from."""
+        from ....serving.engine import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, draft=self.setup.draft)
+        answer = self.engine.generate([ids], params, principal=principal, keep=keep)[0]  # type: ignore[arg-type]
+        return {
+            "ttft": answer.timings.ttft, "cache": answer.timings.cache, "decode": answer.timings.decode,
+            "ids": list(answer.token_ids), "cached": dict(answer.usage.cached_by_tier),
+        }  # fmt: skip
+
+    def decode_rate(self, prompts: Sequence[Sequence[int]], max_tokens: int, principal: str) -> float:
+        """Tokens a second of several streams at once, from the first emission of the last to begin."""
+        from ....serving.engine import SamplingParams
+
+        inbox: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, draft=self.setup.draft)
+        for ids in prompts:
+            sink = lambda pairs: inbox.put((time.perf_counter(), pairs))  # noqa: E731
+            self.engine.submit(ids, params, sink=sink, principal=principal)
+        began: dict[str, float] = {}
+        times: list[tuple[float, int]] = []
+        running = len(prompts)
+        while running:
+            when, pairs = inbox.get()
+            for request, emission in pairs:
+                began.setdefault(request, when)
+                times.append((when, len(emission.token_ids)))
+                running -= emission.finish_reason is not None
+        start = max(began.values())
+        return sum(n for when, n in times if when > start) / (max(when for when, _ in times) - start)
+
+    # ---- tiers
+
+    def settle(self) -> None:
+        """Wait until nothing runs and all that was sealed is written."""
+        deadline = time.monotonic() + IDLE
+        while (stats := self.engine.stats()).running or stats.waiting or stats.paused or stats.used_blocks:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the engine did not become idle: {stats}")
+            time.sleep(0.002)
+        if self.engine.store is not None:
+            self.engine.store.cache.flush(IDLE)
+
+    def forget(self, device: bool, memory: bool, pages: bool) -> None:
+        """Empty the device's pool, host memory, and the system's cache of the disk's pages; nothing may be running."""
+        self.settle()
+        if device:
+            for shard in self.engine.shards:
+                shard.pool.clear()
+        if self.engine.store is None:
+            return
+        cache = self.engine.store.cache
+        if memory and cache.memory is not None:
+            cache.memory.clear()
+        if pages and cache.disk is not None:
+            drop_pages(cache.disk.folder.path)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of the engine and of its cache, for reports."""
+        engine = dataclasses.asdict(self.engine.stats())
+        if self.engine.store is None:
+            return {"engine": engine}
+        stats = self.engine.store.cache.stats()
+        tiers = {
+            name: {
+                "blocks": tier.blocks, "hit_tokens": tier.hit_tokens, "written_bytes": tier.written_bytes,
+                "used_bytes": tier.used_bytes, "evictions": tier.evictions, "lost": tier.lost,
+                "read_bytes_s": tier.read_bytes_per_second,
+            }
+            for name, tier in stats.tiers.items()
+        }  # fmt: skip
+        return {
+            "engine": engine, "tiers": tiers, "leases": stats.leases, "leases_expired": stats.leases_expired,
+            "loads": stats.loads, "recomputed": stats.recomputed_tokens, "writes": stats.write_outcomes,
+            "seal_lag_p95": stats.seal_lag_p95, "write_amplification": stats.write_amplification,
+        }  # fmt: skip
+
+    def check(self) -> None:
+        """Raise if anything leaked."""
+        self.settle()
+        self.engine.check()
+        if self.engine.store is not None:
+            self.engine.store.cache.check()
+            stats = self.engine.store.cache.stats()
+            if stats.leases or stats.loads or stats.leases_expired:
+                raise RuntimeError(f"{stats.leases} leases, {stats.loads} loads, {stats.leases_expired} expired leases")
+
+    def block_reads(self, blocks: int, pages: bool) -> dict[str, list[float]]:
+        """Put `blocks` blocks of noise on the disk, then read and verify one after the other, in random order.
+        `pages`: from the system's page cache. Gives seconds, and those of the same reads without our code."""
+        import numpy as np
+
+        from ....cache.keys import Identity
+
+        store = self.engine.store
+        assert store is not None and store.cache.disk is not None
+        cache, disk, rng = store.cache, store.cache.disk, np.random.default_rng(blocks)
+        who = Identity(rng.bytes(16), cache.model)
+        chain = who.chain(rng.integers(0, 1000, blocks * who.block_size))
+        contents = [np.frombuffer(rng.bytes(part.nbytes(who.block_size)), part.dtype).reshape(part.shape)
+                    for part in cache.layout.parts]  # fmt: skip
+        for info in chain:
+            while not cache.offer(info, contents):
+                time.sleep(0.005)
+        cache.flush(IDLE)
+        if not pages:
+            drop_pages(disk.folder.path)
+        ours, plain = [], []
+        for i, at in enumerate(rng.permutation(blocks)):
+            entry = disk.acquire(chain[at])
+            assert entry is not None
+            began = time.perf_counter()
+            if i % 2:
+                disk.read(entry)
+                ours.append(time.perf_counter() - began)
+            else:
+                segment, header = entry.place
+                with segment.path.open("rb", buffering=0) as file:
+                    began = time.perf_counter()
+                    os.pread(file.fileno(), header.record_bytes, header.place.offset)
+                    plain.append(time.perf_counter() - began)
+            disk.release(entry)
+        disk.delete(chain[0].key)
+        return {"ours": ours, "pread": plain}
+
+    # ---- many requests
+
+    def soak(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int, cancel: Sequence[float]
+    ) -> list[list[int]]:
+        """Answers to all prompts, `at_once` of them running; those with a `cancel` above 0 are cancelled after so many
+        seconds."""
+        from ....serving.engine import SamplingParams
+
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, draft=self.setup.draft)
+        answers: list[list[int]] = [[] for _ in prompts]
+        running = threading.Semaphore(at_once)
+        done = threading.Semaphore(0)
+
+        def sink_of(i: int) -> Any:
+            def sink(pairs: Sequence[tuple[str, Any]]) -> None:
+                for _, emission in pairs:
+                    answers[i].extend(emission.token_ids)
+                    if emission.finish_reason == "error":
+                        answers[i].append(-1)
+                    if emission.finish_reason is not None:
+                        running.release()
+                        done.release()
+
+            return sink
+
+        timers = []
+        for i, ids in enumerate(prompts):
+            running.acquire()
+            request = self.engine.submit(ids, params, sink=sink_of(i))
+            if cancel[i] > 0:
+                timers.append(threading.Timer(cancel[i], self.engine.cancel, [request]))
+                timers[-1].start()
+        for _ in prompts:
+            done.acquire()
+        for timer in timers:
+            timer.cancel()
+        return answers
+
+
+def drop_pages(folder: Path) -> None:
+    """Have the system forget what it holds in memory of the files in a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

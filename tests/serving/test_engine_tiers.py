@@ -1,0 +1,321 @@
+"""The engine with tiers behind its pool: the same ids wherever KV comes from, nothing lost, nothing foreign."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from umbra.configs.cache import CacheConfig
+from umbra.configs.engine import BLOCK, EngineConfig
+from umbra.configs.trunk import RopeScaling
+from umbra.kernels.attention import KVFormat
+from umbra.serving.engine import Engine, SamplingParams
+from umbra.serving.engine.blocking import Completion
+from umbra.serving.engine.device import Device
+from umbra.serving.engine.identity import kv_fingerprint
+from umbra.serving.metrics import EngineMetrics, exposition
+from umbra.serving.storage import open_store
+
+SMALL = EngineConfig(slots=4, context_length=1024, blocks=33, prefill_chunk=64, max_queue=64)
+ALWAYS = CacheConfig(disk_quota=256 << 20, disk_reserve=0, load_margin=1e-9)
+"""Whatever is found is loaded, however fast this machine computes it."""
+
+
+def prompt_of(n: int, seed: int = 0) -> list[int]:
+    """Prompts of the same seed begin alike."""
+    return np.random.default_rng(seed).integers(1, 500, n).tolist()
+
+
+@contextlib.contextmanager
+def running(
+    model: object, folder: Path | None, config: EngineConfig = SMALL, cache: CacheConfig = ALWAYS,
+    metrics: EngineMetrics | None = None,
+) -> Iterator[Engine]:  # fmt: skip
+    """An engine, with a store unless `folder` is None, that is checked for leaks at its end."""
+    store = open_store(folder, model, config, cache) if folder is not None else None  # type: ignore[arg-type]
+    with Engine(model, config, store=store, metrics=metrics) as engine:  # type: ignore[arg-type]
+        engine.start(warm=False)
+        yield engine
+        settle(engine)
+
+
+def settle(engine: Engine, seconds: float = 20) -> None:
+    """Wait until nothing runs and everything is written; then nothing may be leaked."""
+    deadline = time.monotonic() + seconds
+    while engine.stats().running or engine.stats().waiting or engine.stats().paused or engine.stats().used_blocks:
+        assert time.monotonic() < deadline, engine.stats()
+        time.sleep(0.005)
+    if engine.store is not None:
+        assert engine.store.cache.flush(10)
+        engine.store.cache.check()
+        assert engine.store.cache.stats().leases == 0 and engine.store.cache.stats().loads == 0
+    engine.check()
+
+
+def ask(engine: Engine, prompt: list[int], n: int = 12, *, principal: str = "local", keep: str = "blocks", **more):
+    return engine.generate([prompt], SamplingParams(max_tokens=n, **more), principal=principal, keep=keep)[0]
+
+
+def tiers(answer: Completion) -> dict[str, int]:
+    return dict(answer.usage.cached_by_tier)
+
+
+@pytest.fixture(scope="module")
+def model(random_model: Callable[..., object]) -> object:
+    return random_model("tiny")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_compiled_once() -> Iterator[None]:
+    """Engines of the same sizes share their programs: a restart would compile them all again."""
+    compiled: dict[tuple[object, ...], object] = {}
+
+    def get(device: Device, kind: str) -> object:
+        key = (device.config, device.engine, kind)
+        if key not in compiled:
+            compiled[key] = device._listed[kind].compile().compiled
+        return compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "_get", get)
+        yield
+
+
+def test_after_a_restart_the_disk_has_it(model: object, tmp_path: Path) -> None:
+    prompt = prompt_of(600)
+    with running(model, None) as engine:
+        alone = ask(engine, prompt)
+    with running(model, tmp_path) as engine:
+        first = ask(engine, prompt)
+        assert first.token_ids == alone.token_ids and first.usage.cached_tokens == 0
+        assert tiers(ask(engine, prompt)) == {"device": 512}
+    metrics = EngineMetrics()
+    with running(model, tmp_path, metrics=metrics) as engine:
+        again = ask(engine, prompt)
+        assert again.token_ids == alone.token_ids
+        assert tiers(again) == {"disk": 512} and again.usage.cached_tokens == 512
+        assert 0 < again.timings.cache < again.timings.ttft
+        assert tiers(ask(engine, prompt[:300])) == {"device": 256, "disk": 43}, "the beginning of a block, too"
+        text = exposition(metrics.registry).decode()
+    assert 'ctx_hit_tokens_total{tier="disk"} 555.0' in text
+    assert "ctx_resume_ttft_seconds_count 2.0" in text and "ctx_hot_window_seconds_count 2.0" in text
+    assert 'ctx_l1_mode{mode="unknown"} 1.0' in text and "ctx_crc_fail_total 0.0" in text
+
+
+def test_a_stored_conversation_goes_on_at_its_last_token(model: object, tmp_path: Path) -> None:
+    prompt = prompt_of(200)
+    with running(model, tmp_path) as engine:
+        first = ask(engine, prompt, 20, keep="conversation")
+    longer = [*prompt, *first.token_ids, 5, 6, 7]
+    with running(model, None) as engine:
+        alone = ask(engine, longer)
+    with running(model, tmp_path) as engine:
+        second = ask(engine, longer, keep="conversation")
+        # The last token of an answer was never run through the trunk.
+        assert tiers(second) == {"disk": 219} and second.token_ids == alone.token_ids
+        assert tiers(ask(engine, longer)) == {"device": 128, "disk": 91}, "the tail is not the pool's to share"
+
+
+def test_nothing_kept_leaves_no_trace(model: object, tmp_path: Path) -> None:
+    prompt = prompt_of(600)
+    with running(model, tmp_path) as engine:
+        ask(engine, prompt, keep="nothing")
+        assert engine.store.cache.disk.written_bytes == 0
+        assert tiers(ask(engine, prompt, keep="nothing")) == {"device": 512}
+        assert tiers(ask(engine, prompt)) == {"device": 512}, "now its owner lets it be kept"
+        settle(engine)
+        assert len(engine.store.cache.disk.index) == 4
+    secret = np.asarray(prompt[:8], "<u4").tobytes()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(secret in path.read_bytes() for path in files), "what is looked for would be found"
+
+
+def test_host_memory_keeps_what_the_pool_gives_up(model: object, tmp_path: Path) -> None:
+    prompts = [prompt_of(500, seed) for seed in range(12)]  # the pool has 32 blocks, they fill 36
+    with running(model, None) as engine:
+        alone = [ask(engine, prompt).token_ids for prompt in prompts]
+    with running(model, tmp_path, cache=dataclasses.replace(ALWAYS, memory=64 << 20, disk_quota=0)) as engine:
+        for _ in range(2):
+            answers = [ask(engine, prompt) for prompt in prompts]
+            assert [answer.token_ids for answer in answers] == alone
+        assert "memory" in {tier for answer in answers for tier in tiers(answer)}
+
+
+def test_nobody_finds_what_is_another_s(random_model: Callable[..., object], model: object, tmp_path: Path) -> None:
+    prompt, subset = prompt_of(400), tuple(range(1))
+    with running(model, tmp_path) as engine:
+        ask(engine, prompt, principal="alice")
+        ask(engine, prompt, principal="alice", layers=subset)
+        assert ask(engine, prompt, principal="bob").usage.cached_tokens == 0
+    with running(model, tmp_path) as engine:
+        assert ask(engine, prompt, principal="carol").usage.cached_tokens == 0
+        assert tiers(ask(engine, prompt, principal="alice")) == {"disk": 384}, "the positive control"
+        assert tiers(ask(engine, prompt, principal="alice", layers=subset)) == {"disk": 384}
+        assert ask(engine, prompt, principal="carol", layers=subset).usage.cached_tokens == 0
+    with running(random_model("tiny", seed=1), tmp_path) as engine:  # other weights
+        assert ask(engine, prompt, principal="alice").usage.cached_tokens == 0
+    with running(model, tmp_path) as engine:
+        assert tiers(ask(engine, prompt, principal="alice")) == {"disk": 384}, "it is still there"
+
+
+def test_what_decides_the_bytes_of_kv(random_model: Callable[..., object], model: object) -> None:
+    def fingerprint(of: object = model, numerics: str = "cpu/native", kv: str = "int8", layers=None, **trunk: object):
+        config = dataclasses.replace(of.config, **trunk)
+        return kv_fingerprint(dataclasses.replace(of, config=config), numerics, KVFormat(kv), layers)
+
+    same = [fingerprint(), fingerprint(name="other"), fingerprint(of=dataclasses.replace(model, name="another"))]
+    assert len(set(same)) == 1, "names decide nothing"
+    others = [
+        fingerprint(of=random_model("tiny", seed=1)), fingerprint(of=dataclasses.replace(model, tokenizer=None)),
+        fingerprint(numerics="cpu/avx2"), fingerprint(kv="float32"), fingerprint(layers=(0, 1)),
+        fingerprint(layers=(0,)), fingerprint(rope_theta=5e5), fingerprint(rope_scaling=RopeScaling("linear", 2.0)),
+        fingerprint(norm_eps=1e-6), fingerprint(sliding_window=64),
+    ]  # fmt: skip
+    assert len({*same, *others}) == 1 + len(others)
+    with pytest.raises(ValueError, match="layers are numbered 0 to 2"):
+        fingerprint(layers=(0, 3))
+
+
+def test_a_store_of_other_settings_is_refused(model: object, tmp_path: Path) -> None:
+    with (
+        open_store(tmp_path, model, SMALL, ALWAYS) as store,  # type: ignore[arg-type]
+        pytest.raises(ValueError, match="opened for another model"),
+    ):
+        Engine(model, dataclasses.replace(SMALL, kv="float32"), store=store)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block", [0, 2, 3])
+def test_damaged_blocks_are_computed_again(block: int, model: object, tmp_path: Path) -> None:
+    prompt = prompt_of(600)
+    with running(model, tmp_path) as engine:
+        first = ask(engine, prompt)
+        settle(engine)
+        where = [
+            (entry.place[0].path, entry.place[1].place.offset + 4096 + 100) for entry in engine.store.cache.disk.index
+        ]
+    path, at = where[block]
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+    with running(model, tmp_path) as engine:
+        again = ask(engine, prompt)
+        assert again.token_ids == first.token_ids
+        assert tiers(again) == ({"disk": block * BLOCK} if block else {})
+        assert sum(engine.store.cache.disk.lost.values()) == 1
+
+
+def test_cancelled_while_it_loads(model: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = prompt_of(900)
+    with running(model, tmp_path) as engine:
+        first = ask(engine, prompt)
+    with running(model, tmp_path, cache=dataclasses.replace(ALWAYS, load_bytes=1)) as engine:
+        read = engine.store.cache.disk.read
+
+        def slowly(entry):
+            time.sleep(0.02)
+            return read(entry)
+
+        monkeypatch.setattr(engine.store.cache.disk, "read", slowly)
+        ends: list[str] = []
+        for wait in (0.0, 0.01, 0.05, 0.1):
+            request = engine.submit(
+                prompt, SamplingParams(max_tokens=2), sink=lambda pairs: ends.extend(e.finish_reason for _, e in pairs)
+            )
+            time.sleep(wait)
+            engine.cancel(request)
+            settle(engine)
+        assert ends[0] == "cancelled" and "error" not in ends
+        assert ask(engine, prompt).token_ids == first.token_ids
+    assert engine.store.cache.stats().leases == 0
+
+
+def test_others_go_on_while_one_loads(model: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, other = prompt_of(900), prompt_of(20, 1)
+    with running(model, tmp_path) as engine:
+        first, second = ask(engine, prompt), ask(engine, other, 40)
+    with running(model, tmp_path) as engine:
+        ask(engine, other, 2)
+        gate, read = threading.Event(), engine.store.cache.disk.read
+        monkeypatch.setattr(engine.store.cache.disk, "read", lambda entry: (gate.wait(20), read(entry))[1])
+        ids: list[int] = []
+        params = SamplingParams(max_tokens=12)
+        engine.submit(prompt, params, sink=lambda pairs: [ids.extend(e.token_ids) for _, e in pairs])
+        assert ask(engine, other, 40).token_ids == second.token_ids
+        assert not ids
+        gate.set()
+        settle(engine)
+        assert tuple(ids) == first.token_ids
+
+
+def test_a_full_disk_and_a_folder_that_cannot_be_written(model: object, small_disk: Path) -> None:
+    prompts = [prompt_of(900, seed) for seed in range(6)]
+    with running(model, None) as engine:
+        alone = [ask(engine, prompt).token_ids for prompt in prompts]
+    cache = dataclasses.replace(ALWAYS, disk_quota=1 << 30)
+    metrics = EngineMetrics()
+    with running(model, small_disk, cache=cache, metrics=metrics) as engine:
+        with contextlib.suppress(OSError), (small_disk / "others").open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        assert [ask(engine, prompt).token_ids for prompt in prompts] == alone
+        settle(engine)
+        assert engine.store.cache.stats().tiers["disk"].read_only is not None
+        assert "ctx_l3_readonly 1.0" in exposition(metrics.registry).decode()
+    (small_disk / "others").unlink()
+    with running(model, small_disk, cache=cache) as engine:
+        assert ask(engine, prompts[0]).token_ids == alone[0]
+        settle(engine)
+        assert engine.store.cache.stats().tiers["disk"].read_only is None
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with running(model, small_disk, cache=cache) as engine:
+        assert [ask(engine, prompt).token_ids for prompt in prompts] == alone
+        assert engine.store.cache.stats().tiers["disk"].hit_tokens == 896, "what was written before is there"
+
+
+def test_two_engines_on_one_folder(model: object, tmp_path: Path) -> None:
+    prompt = prompt_of(500)
+    with running(model, tmp_path) as first:
+        ids = ask(first, prompt).token_ids
+        settle(first)
+        with running(model, tmp_path) as second:
+            assert ask(second, prompt).token_ids == ids and tiers(ask(second, prompt)) == {"device": 384}
+            assert first.store.cache.disk.folder.path != second.store.cache.disk.folder.path
+        assert tiers(ask(first, prompt)) == {"device": 384}
+
+
+def test_many_at_once_with_a_pool_that_holds_none_of_it(model: object, tmp_path: Path) -> None:
+    """All traffic goes down and comes up again, with cancelled requests among it."""
+    rng = np.random.default_rng(7)
+    heads = [prompt_of(300, seed) for seed in range(5)]
+    prompts = [[*heads[rng.integers(5)], *rng.integers(1, 500, rng.integers(1, 200)).tolist()] for _ in range(24)]
+    config = dataclasses.replace(SMALL, blocks=17)
+    with running(model, None, config) as engine:
+        alone = [ask(engine, prompt).token_ids for prompt in prompts]
+    with running(model, tmp_path, config) as engine:
+        for _ in range(2):
+            cancelled = [
+                engine.submit(prompts[i], SamplingParams(max_tokens=200), sink=lambda pairs: None)
+                for i in rng.integers(0, 24, 6)
+            ]
+            answers: list[Completion] = []
+            worker = threading.Thread(
+                target=lambda answers=answers: answers.extend(engine.generate(prompts, SamplingParams(max_tokens=12)))
+            )
+            worker.start()
+            for request in cancelled:
+                time.sleep(float(rng.uniform(0, 0.05)))
+                engine.cancel(request)
+            worker.join()
+            assert [answer.token_ids for answer in answers] == alone
+            settle(engine)
+        assert engine.store.cache.stats().tiers["disk"].hit_tokens > 0
