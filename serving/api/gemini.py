@@ -38,7 +38,8 @@ from .stream import EventStream, Watch
 from .tool_calls import Tools
 from .turns import declared_tools
 
-METHODS = ("generateContent", "streamGenerateContent", "countTokens")
+EMBEDDING = ("embedContent", "batchEmbedContents")
+METHODS = ("generateContent", "streamGenerateContent", "countTokens", *EMBEDDING)
 """What can be asked of a model."""
 
 _REFUSED_QUERY = ("fields", "$fields", "callback", "$callback")

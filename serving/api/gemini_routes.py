@@ -9,13 +9,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from .cached_contents import create_content, delete_content, get_content, list_contents, patch_content
+from .embeddings import BatchEmbedBody, EmbedBody, batch_embed_contents, embed_content
 from .gemini import count_tokens, generate_content, stream_generate_content, unknown_method
 from .gemini_schemas import CachedBody, CountBody, ExpiryBody, GenerateBody, Message
 from .models import get_model, list_models
 from .service import Service
 
 VERSIONS = ("v1", "v1beta", "v1alpha")
-BODIES = (GenerateBody, CountBody, CachedBody, ExpiryBody)
+BODIES = (GenerateBody, CountBody, CachedBody, ExpiryBody, EmbedBody, BatchEmbedBody)
 """Schemas that the routes refer to in the OpenAPI document."""
 
 Method = Callable[[Request, Service, str], Awaitable[Response]]
@@ -24,6 +25,8 @@ _METHODS: dict[str, tuple[Method, type[Message]]] = {
     "generateContent": (generate_content, GenerateBody),
     "streamGenerateContent": (stream_generate_content, GenerateBody),
     "countTokens": (count_tokens, CountBody),
+    "embedContent": (embed_content, EmbedBody),
+    "batchEmbedContents": (batch_embed_contents, BatchEmbedBody),
 }
 
 

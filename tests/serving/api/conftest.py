@@ -142,7 +142,7 @@ class FakeEngine:
             self.running.clear()
             self.ready = True
             self.failed: str | None = None
-            self.config = EngineConfig()
+            self.config = EngineConfig(embeddings=True)
             self.stopped = False
             self.max_queue = 1000
             self.submitted: list[Running] = []
@@ -230,7 +230,7 @@ class Api:
         self.engine = FakeEngine()
         self.model = SimpleNamespace(
             name="fake",
-            config=SimpleNamespace(vocab_size=VOCAB),
+            config=SimpleNamespace(vocab_size=VOCAB, d_model=4),
             tokenizer=FakeTokenizer(),
             chat_template=FakeTemplate(),
         )
