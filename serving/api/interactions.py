@@ -74,6 +74,7 @@ class Call:
     names: dict[str, str]
     summary: bool
     linger: float
+    ttl: float
 
     @property
     def stored(self) -> bool:
@@ -92,6 +93,7 @@ class Call:
             stored=self.stored,
             background=bool(body.background),
             linger=self.linger if body.stream else 0.0,
+            ttl=self.ttl,
         )
 
     def _writer(self, prepared: Prepared) -> InteractionWriter:
@@ -229,6 +231,7 @@ def _call(service: Service, loaded: Loaded, body: InteractionBody, turn: Turn | 
         names=names,
         summary=_summaries(given),
         linger=service.config.resume_grace,
+        ttl=service.config.retention,
     )
 
 

@@ -79,7 +79,7 @@ class ResponseWriter:
         code = error.code or "server_error"
         self.resource |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return [
-            self._event("error", code=code, message=error.message, param=error.param),
+            failed(error),
             self._event("response.failed", response=self._snapshot()),
         ]
 
@@ -218,6 +218,10 @@ def usage(used: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": used.thought_tokens},
         "total_tokens": used.prompt_tokens + used.completion_tokens,
     }
+
+
+def failed(error: ApiError) -> Event:
+    return {"type": "error", "code": error.code or "server_error", "message": error.message, "param": error.param}
 
 
 def encode(event: Event) -> bytes:

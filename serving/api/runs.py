@@ -143,7 +143,7 @@ class Run:
 
     def stop(self, ending: Ending) -> None:
         """End the engine's work; the run ends soon after."""
-        if not self.ended:
+        if not self.finishing:
             self.ending = ending
             self._reply.cancel()
 

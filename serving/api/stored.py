@@ -101,8 +101,11 @@ def load(loaded: Loaded, conversations: Conversations, tenant: str, id: str, api
 
 
 def turn_of(stored: Stored, conversations: Conversations, tenant: str) -> Turn:
-    """What goes on from a stored answer."""
+    """What goes on from a stored answer. Raises an `ApiError` while another process is making it."""
     row, request = stored.row, stored.row.request
+    if row.status == "in_progress":
+        message = f"'{row.id}' is still in progress, on another server"
+        raise ApiError(400, message, code="failed_precondition")
     return Turn(
         row.id,
         row.token_ids.tolist(),
