@@ -258,7 +258,7 @@ class Runs:
         run = Run(plan, tenant, prepared, writer, reply)
         if plan.stored:
             try:
-                await service.offload(lambda: self._begin(run))
+                await service.in_storage(lambda: self._begin(run))
             except BaseException:
                 reply.close()
                 raise
@@ -281,7 +281,7 @@ class Runs:
             run.stop("cancelled")
             await run.done()
             self._running.pop((tenant, id), None)
-        await self._service.offload(lambda: self._conversations.delete(tenant, id))
+        await self._service.in_storage(lambda: self._conversations.delete(tenant, id))
 
     @property
     def running(self) -> list[Run]:
@@ -405,7 +405,7 @@ class Runs:
         if run._saving is not None:
             await run._saving
         try:
-            await self._service.offload(store)
+            await self._service.in_storage(store)
         except Exception as error:
             log.error("the answer of %s could not be stored: %s", run.id, error)
             return unavailable("The answer could not be stored", "storage_unavailable", 10.0)
@@ -423,7 +423,7 @@ class Runs:
             for run in growing:
                 run._unsaved, run._saving = [], saved
             try:
-                await self._service.offload(lambda answers=answers: self._conversations.append(answers))  # type: ignore[misc]
+                await self._service.in_storage(lambda answers=answers: self._conversations.append(answers))  # type: ignore[misc]
             except Exception as error:
                 log.error("the tokens of running answers could not be stored: %s", error)
                 for run in growing:

@@ -76,7 +76,7 @@ def record(
 async def find(service: Service, tenant: str, id: str, api: str, revive: Revive) -> Stored | None:
     """A stored answer of `api`; None if there is none. Raises an `ApiError` if it cannot be read."""
     loaded = service.loaded
-    return await service.offload(lambda: load(loaded, service.conversations, tenant, id, api, revive))
+    return await service.in_storage(lambda: load(loaded, service.conversations, tenant, id, api, revive))
 
 
 def load(loaded: Loaded, conversations: Conversations, tenant: str, id: str, api: str, revive: Revive) -> Stored | None:
