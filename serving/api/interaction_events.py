@@ -15,7 +15,7 @@ from .answer_pieces import Pieces
 from .errors import ApiError
 from .eventlog import Event
 from .interaction_errors import interaction_error
-from .runs import Ending
+from .run import Ending
 from .stream import event as data_event
 from .stream import event_data
 from .tool_calls import ToolCall, Tools

@@ -15,7 +15,7 @@ from .errors import ApiError, bad_request
 from .interaction_errors import interaction_error
 from .interaction_schemas import InteractionBody
 from .interactions import API, new_call, revive
-from .runs import Run
+from .run import Run
 from .service import Service
 from .sockets import Sessions, Socket, close_code, frame
 from .stored import find

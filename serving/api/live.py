@@ -24,7 +24,7 @@ from .gemini_options import answer_form, check_output, effort_of, sampling_param
 from .gemini_schemas import Content, GenerationConfig, Part, invalid, parse
 from .live_events import LiveWriter
 from .live_schemas import ClientContent, ClientFrame, RealtimeInput, Setup, ToolResponse
-from .runs import Plan, Run
+from .run import Plan, Run
 from .service import Loaded, Service
 from .sockets import Sessions, Socket, frame
 from .stored import find, record, thinking_of, turn_of

@@ -13,7 +13,7 @@ from .errors import ApiError
 from .eventlog import Event
 from .gemini_answers import text_tokens
 from .interaction_events import told
-from .runs import Ending
+from .run import Ending
 from .tool_calls import ToolCall, Tools
 
 _TEXT = b'{"serverContent":{"modelTurn":{"role":"model","parts":[{"text":'

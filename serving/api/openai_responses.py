@@ -31,7 +31,7 @@ from .openai_tools import flat_tools
 from .reporting import effort_notes, outcome, timing_headers
 from .responses_body import ResponsesBody, input_items, messages_of
 from .responses_events import Listed, ResponseWriter, encode, failed
-from .runs import Plan, Reader
+from .run import Plan, Reader
 from .schemas import parse
 from .service import Loaded, Service
 from .stored import Stored, find, record, thinking_of, turn_of

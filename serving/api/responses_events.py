@@ -12,7 +12,7 @@ from ..engine.request import Emission, Usage
 from .answer_pieces import Pieces
 from .errors import ApiError
 from .eventlog import Event
-from .runs import Ending
+from .run import Ending
 from .stream import event as data_event
 from .stream import event_data
 from .tool_calls import ToolCall, Tools

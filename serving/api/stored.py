@@ -20,7 +20,7 @@ from .conversation import Messages
 from .conversations import Conversations, answer_ids, pack_events, unpack_events
 from .errors import ApiError, unavailable
 from .eventlog import EventLog
-from .runs import REPLAY_BYTES, Writer
+from .run import REPLAY_BYTES, Writer
 from .service import Loaded, Service
 from .tool_calls import Tools
 from .turns import Turn, declared_tools

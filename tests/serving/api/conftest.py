@@ -294,7 +294,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> None:
 
 @pytest.fixture(scope="session")
 def shared_api() -> Iterator[Api]:
-    api = Api(ServerConfig(max_body=100_000, max_choices=8, heartbeat=0.2, body_timeout=1.0))
+    api = Api(ServerConfig(max_body=100_000, max_choices=8, heartbeat=0.2, body_timeout=3.0))
     yield api
     api.close()
 

@@ -11,7 +11,7 @@ from umbra.serving.api import (
     cached_contents,
     gemini,
     gemini_schemas,
-    interactions,
+    interaction_call,
     live,
     openai_responses,
     responses_body,
@@ -121,9 +121,9 @@ def test_interactions(api, body, steps):
     data = {**body, "model": "fake", "input": steps}
 
     def plan():
-        parsed = interactions._parse(data, loaded)
-        interactions._check_body(parsed, loaded)
-        return interactions._call(service, loaded, parsed, None).plan()
+        parsed = interaction_call.parse_body(data, loaded)
+        interaction_call._check_body(parsed, loaded)
+        return interaction_call._call(service, loaded, parsed, None).plan()
 
     understood(plan)
 
