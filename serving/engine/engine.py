@@ -101,6 +101,8 @@ class _Pending:
     hidden: jax.Array | None
     drafts: Drafts | None  # for the pass behind it
     choosing: list[tuple[Sequence, int]]  # sequence, its column in the result
+    embedded: list[tuple[Sequence, int]]  # those whose prompts' hidden states are in `summed`
+    summed: jax.Array
     passes: int
     prefill_tokens: int
     started: float
@@ -274,6 +276,8 @@ class Engine:
         prompt = np.array(prompt_ids, dtype=np.int64).reshape(-1)
         if not len(prompt):
             raise ValueError("the prompt is empty; at least one token is needed")
+        if params.embed and not self.config.embeddings:
+            raise ValueError("embeddings need an engine that makes them: EngineConfig(embeddings=True)")
         if params.digest and not self.config.logits:
             raise ValueError("digests need an engine that keeps logits: EngineConfig(logits=True)")
         vocab = self.model.config.vocab_size
@@ -586,7 +590,7 @@ class Engine:
             self._waiting.remove(seq)
             seq.admitted = time.monotonic()
             self._set_slot(seq)
-            if self._tiers is not None:
+            if self._tiers is not None and not seq.params.embed:
                 self._tiers.look_up(seq)
         if self._tiers is not None:
             for seq in heapq.nsmallest(self.config.slots, self._waiting, key=lambda waiting: waiting.turn):
@@ -632,6 +636,13 @@ class Engine:
             result=result,
             logits=kept.logits if any(seq.params.digest for seq, _ in choosing) else None,
             hidden=kept.hidden if self.config.features else None,
+            embedded=[
+                (seq, shard.index * shard.slots + seq.slot)
+                for shard, plan in zip(self.shards, plans, strict=True)
+                for seq, _, _ in plan.chunks
+                if seq.params.embed
+            ],
+            summed=kept.summed,
             drafts=kept.drafts if any(seq.guide is not None for seq, _ in choosing) else None,
             choosing=choosing,
             passes=passes,
@@ -651,6 +662,10 @@ class Engine:
         drafts = Drafts(*map(np.asarray, pending.drafts)) if pending.drafts is not None else None  # type: ignore[arg-type]
         now = time.monotonic()
         seconds, self._last_read = now - max(pending.started, self._last_read), now
+        if pending.embedded:
+            summed = np.asarray(pending.summed)
+            for seq, column in pending.embedded:
+                seq.summed = seq.summed + summed[column]
         emitted = 0
         for seq, column in pending.choosing:
             seq.in_flight -= pending.passes

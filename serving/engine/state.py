@@ -250,15 +250,17 @@ class Keep(NamedTuple):
 
     logits: bool = False
     hidden: bool = False
+    summed: bool = False
 
 
 class Kept(NamedTuple):
-    """What the last pass chose from, in its `R` rows (`StepResult.first`), without columns what is not kept; and what
-    is drafted behind it."""
+    """What the last pass chose from, in its `R` rows (`StepResult.first`), without columns what is not kept; what is
+    drafted behind it; and what the prompts gave."""
 
     logits: Leaf  # float32 [R, V]
     hidden: Leaf  # float32 [R, D]: hidden states before the final norm
     drafts: Any  # `Drafts` (kernels/draft) for the next pass of each slot
+    summed: Leaf  # float32 [B, D]: over the slot's prompt tokens of this step, hidden states after the final norm
 
     @staticmethod
     def empty(keep: Keep, rows: int, slots: int, vocab_size: int, d_model: int) -> Kept:
@@ -266,6 +268,7 @@ class Kept(NamedTuple):
             jnp.zeros((rows, vocab_size if keep.logits else 0), jnp.float32),
             jnp.zeros((rows, d_model if keep.hidden else 0), jnp.float32),
             Drafts.none(slots),
+            jnp.zeros((slots, d_model if keep.summed else 0), jnp.float32),
         )
 
 
