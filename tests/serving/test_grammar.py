@@ -207,3 +207,33 @@ def test_when_sequences_are_paused(model: Model, engine: Engine, random_schemas:
         assert ids(got[:4]) == expected
         assert small.stats().preemptions > 0
         small.check()
+
+
+@pytest.mark.real
+def test_the_default_model() -> None:
+    """As many random schemas and questions as `UMBRA_SCHEMAS` says, several at once, with drafting on."""
+    from umbra.kernels.backend import choose
+    from umbra.model.load import load_model
+    from umbra.scripts.bench.schemas import schemas
+    from umbra.serving.api.json_schema import schema_grammar
+
+    model = load_model("smollm2", kernels=choose("cpu").kernels)
+    made = schemas(SCHEMAS, 11)
+    prompts = [
+        model.chat_template.encode(model.tokenizer, [{"role": "user", "content": question}]) for _, question in made
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.9 * (i % 2), top_p=0.95, seed=i, max_tokens=320, grammar=schema_grammar(schema, "schema")
+        )
+        for i, (schema, _) in enumerate(made)
+    ]
+    with Engine(model, EngineConfig(slots=8, context_length=1024, kv_memory=0.5)) as engine:
+        engine.start()
+        answers = engine.generate(prompts, params)
+        for (schema, _), answer in zip(made, answers, strict=True):
+            assert answer.finish_reason == "stop_token", answer.text
+            jsonschema.validate(json.loads(answer.text), schema)
+        few = slice(0, 6)
+        off = engine.generate(prompts[few], [dataclasses.replace(one, draft="off") for one in params[few]])
+        assert ids(off) == ids(answers[few])
