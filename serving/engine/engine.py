@@ -203,12 +203,12 @@ class Engine:
         if self._thread is not None:
             raise RuntimeError("the engine was already started")
         if warm:
+            if self._grammars is not None:
+                self._guides.run(self._grammars.prepare)
             self.device.compile(progress)
         else:
             self.device.use_one_tile()  # exact without the check that a warm start makes
         self._compiled_at_ready = CompilationCounter.count
-        if warm and self._grammars is not None:
-            self._guides.run(self._grammars.prepare)
         self._thread = threading.Thread(target=self._loop, name="umbra-engine", daemon=True)
         self._thread.start()
         self._ready = True
