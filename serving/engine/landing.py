@@ -21,7 +21,25 @@ LONGEST_WAY = 512
 LEAST_SLACK = 16
 """Tokens to spare when the way to the end is taken: one token of the model's choice may make it longer."""
 
-_ENDS = ('"}', '"]', '"', "}", "]", ' ""', " []", " {}", '""', "[]", "{}", " null", "null", "0", "1", " 0", " 1")
+_ENDS: tuple[str, ...] = (
+    '"}',
+    '"]',
+    '"',
+    "}",
+    "]",
+    ' ""',
+    " []",
+    " {}",
+    '""',
+    "[]",
+    "{}",
+    " null",
+    "null",
+    "0",
+    "1",
+    " 0",
+    " 1",
+)
 _ENDS += (",", " true", " false", "true", "false", ' "', " [", " {")
 """Tokens that bring JSON nearer to its end, the best first."""
 
