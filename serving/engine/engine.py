@@ -442,9 +442,10 @@ class Engine:
             return True
         if self._tiers is not None and self._tiers.copy_down(now=True):
             return True  # it gave blocks back, which somebody may wait for
-        if self._guides.busy:
-            self._guides.wait(10 * PATIENCE, everything=False)
-            return True
+        if any(seq.guide is not None and seq.phase is Phase.DECODE for shard in self.shards for seq in shard.running):
+            if self._guides.busy:
+                self._guides.wait(10 * PATIENCE, everything=False)
+            return True  # also if what it waited for was found just now
         return bool(self._waiting or self._outbox) and not self._loading
 
     def _bring_up(self) -> None:

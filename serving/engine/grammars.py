@@ -332,7 +332,7 @@ class Guides:
     def wait(self, seconds: float, *, everything: bool) -> None:
         """Until everything, or anything more, is found, but no longer than `seconds`."""
         with self._changed:
-            least = 0 if everything else self._busy - 1
+            least = 0 if everything else max(0, self._busy - 1)
             self._changed.wait_for(lambda: self._busy <= least, seconds)
 
     def close(self) -> None:
