@@ -27,6 +27,11 @@ class KVPool(NamedTuple):
     scales: Any = None  # int8 only, [blocks, L, K, 2, P]: what the stored keys (0) and values (1) are multiplied by
 
 
+SCHEMA = 2
+"""Of what the bytes of a pool mean. To be raised whenever the same keys and values become other bytes, so that nobody
+reads what an earlier version has stored. 2: keys of int8 pools go through a Hadamard transform."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KVFormat:
     """The types of a pool. KV has this one form from the moment it is written, in every tier.

@@ -283,6 +283,7 @@ class Engine:
         vocab = self.model.config.vocab_size
         for what, ids in (
             ("prompt", prompt),
+            ("prediction", np.array(params.prediction, np.int64)),
             ("stop_token_ids", np.array(params.stop_token_ids, np.int64)),
             ("logit_bias", np.array([token for token, _ in params.logit_bias], np.int64)),
         ):

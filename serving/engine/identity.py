@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from ...cache.keys import Identity, Namespaces, model_fingerprint
 from ...kernels import native
-from ...kernels.attention import KVFormat
+from ...kernels.attention import SCHEMA, KVFormat
 from ...kernels.backend import Kernels
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def kv_fingerprint(model: Model, numerics: str, kv: KVFormat, layers: tuple[int,
     trunk = dataclasses.asdict(model.config)
     del trunk["name"]  # names are given to other weights, and the same weights have several
     return model_fingerprint(
-        weights_id=model.weights_id, numerics_class=numerics, kv_format=f"{kv.name} {kv.scale_dtype}", trunk=trunk,
-        tokenizer=_vocabulary(model.tokenizer, model.config.vocab_size), layers=layers,
+        weights_id=model.weights_id, numerics_class=numerics, kv_format=f"{kv.name} {kv.scale_dtype}", schema=SCHEMA,
+        trunk=trunk, tokenizer=_vocabulary(model.tokenizer, model.config.vocab_size), layers=layers,
     )  # fmt: skip
 
 

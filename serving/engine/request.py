@@ -67,6 +67,7 @@ class SamplingParams:
     relax: float = 0.0  # greedy: a drafted token stands if its logit is at most this far below the best; 0: exact
     layers: tuple[int, ...] | None = None  # the layers that run, ascending; None: all
     thinking: Thinking | None = None
+    prediction: tuple[int, ...] = ()  # what the answer may say: tokens that the lookup drafts from too
     grammar: Grammar | None = None  # what the text of the answer (not that of its thoughts) must match
     level: str | None = None  # the level that chose the four above, to be reported
 

@@ -4,68 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import random
+import select
+import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from umbra.configs.cache import CacheConfig
-from umbra.configs.engine import BLOCK, EngineConfig
+from umbra.configs.engine import BLOCK
 from umbra.configs.trunk import RopeScaling
 from umbra.kernels.attention import KVFormat
-from umbra.serving.engine import Engine, SamplingParams
+from umbra.model.load import load_model
+from umbra.serving.engine import Emission, Engine, SamplingParams
 from umbra.serving.engine.blocking import Completion
 from umbra.serving.engine.device import Device
 from umbra.serving.engine.identity import kv_fingerprint
+from umbra.serving.engine.request import KEEPS
 from umbra.serving.metrics import EngineMetrics, exposition
 from umbra.serving.storage import open_store
 
-SMALL = EngineConfig(slots=4, context_length=1024, blocks=33, prefill_chunk=64, max_queue=64)
-ALWAYS = CacheConfig(disk_quota=256 << 20, disk_reserve=0, load_margin=1e-9)
-"""Whatever is found is loaded, however fast this machine computes it."""
-
-
-def prompt_of(n: int, seed: int = 0) -> list[int]:
-    """Prompts of the same seed begin alike."""
-    return np.random.default_rng(seed).integers(1, 500, n).tolist()
-
-
-@contextlib.contextmanager
-def running(
-    model: object, folder: Path | None, config: EngineConfig = SMALL, cache: CacheConfig = ALWAYS,
-    metrics: EngineMetrics | None = None,
-) -> Iterator[Engine]:  # fmt: skip
-    """An engine, with a store unless `folder` is None, that is checked for leaks at its end."""
-    store = open_store(folder, model, config, cache) if folder is not None else None  # type: ignore[arg-type]
-    with Engine(model, config, store=store, metrics=metrics) as engine:  # type: ignore[arg-type]
-        engine.start(warm=False)
-        yield engine
-        settle(engine)
-
-
-def settle(engine: Engine, seconds: float = 20) -> None:
-    """Wait until nothing runs and everything is written; then nothing may be leaked."""
-    deadline = time.monotonic() + seconds
-    while engine.stats().running or engine.stats().waiting or engine.stats().paused or engine.stats().used_blocks:
-        assert time.monotonic() < deadline, engine.stats()
-        time.sleep(0.005)
-    if engine.store is not None:
-        assert engine.store.cache.flush(10)
-        engine.store.cache.check()
-        assert engine.store.cache.stats().leases == 0 and engine.store.cache.stats().loads == 0
-    engine.check()
-
-
-def ask(engine: Engine, prompt: list[int], n: int = 12, *, principal: str = "local", keep: str = "blocks", **more):
-    return engine.generate([prompt], SamplingParams(max_tokens=n, **more), principal=principal, keep=keep)[0]
-
-
-def tiers(answer: Completion) -> dict[str, int]:
-    return dict(answer.usage.cached_by_tier)
+sys.path.insert(0, str(Path(__file__).parent))
+from tiers import ALWAYS, SMALL, SharedPrograms, ask, prompt_of, running, settle, tiers  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +43,9 @@ def model(random_model: Callable[..., object]) -> object:
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_compiled_once() -> Iterator[None]:
-    """Engines of the same sizes share their programs: a restart would compile them all again."""
-    compiled: dict[tuple[object, ...], object] = {}
-
-    def get(device: Device, kind: str) -> object:
-        key = (device.config, device.engine, kind)
-        if key not in compiled:
-            compiled[key] = device._listed[kind].compile().compiled
-        return compiled[key]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "_get", get)
+        shared = SharedPrograms()
+        patch.setattr(Device, "_get", lambda device, kind: shared(device, kind))
         yield
 
 
@@ -319,3 +279,141 @@ def test_many_at_once_with_a_pool_that_holds_none_of_it(model: object, tmp_path:
             assert [answer.token_ids for answer in answers] == alone
             settle(engine)
         assert engine.store.cache.stats().tiers["disk"].hit_tokens > 0
+
+
+TINY_POOL = dataclasses.replace(SMALL, blocks=17)
+HEADS = [prompt_of(400, seed) for seed in range(4)]
+Request = st.tuples(
+    st.integers(0, 3), st.integers(100, 400), st.integers(0, 60), st.sampled_from(KEEPS),
+    st.none() | st.floats(0, 0.05), st.sampled_from(["alice", "bob"]),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def without_tiers(model: object) -> Iterator[Callable[[tuple[int, ...]], tuple[int, ...]]]:
+    """Answers of an engine without tiers."""
+    answers: dict[tuple[int, ...], tuple[int, ...]] = {}
+    with running(model, None, TINY_POOL) as engine:
+
+        def answer(prompt: tuple[int, ...]) -> tuple[int, ...]:
+            if prompt not in answers:
+                answers[prompt] = ask(engine, list(prompt)).token_ids
+            return answers[prompt]
+
+        yield answer
+
+
+@pytest.fixture(scope="module")
+def scarce(model: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine in which every tier has too little room: a block has 26 KiB."""
+    cache = dataclasses.replace(ALWAYS, memory=8 * 26 << 10, disk_quota=1 << 20, segment_bytes=128 << 10)
+    with running(model, tmp_path_factory.mktemp("scarce"), TINY_POOL, cache) as engine:
+        yield engine
+
+
+@settings(max_examples=12, deadline=None)
+@given(requests=st.lists(Request, min_size=1, max_size=8))
+def test_any_order_of_requests_gives_the_same_ids(
+    scarce: Engine, without_tiers: Callable[[tuple[int, ...]], tuple[int, ...]], requests: list[tuple]
+) -> None:
+    ids: dict[str, list[int]] = {}
+    expected = {}
+    for head, shared, own, keep, cancel_after, principal in requests:
+        prompt = (*HEADS[head][:shared], *prompt_of(own, 100 * head + own))
+
+        def sink(pairs: Sequence[tuple[str, Emission]]) -> None:
+            for request, emission in pairs:
+                ids.setdefault(request, []).extend(emission.token_ids)
+                assert emission.finish_reason != "error"
+
+        params = SamplingParams(max_tokens=12)
+        request = scarce.submit(list(prompt), params, sink=sink, principal=principal, keep=keep)
+        expected[request] = (prompt, cancel_after is not None)
+        if cancel_after is not None:
+            time.sleep(cancel_after)
+            scarce.cancel(request)
+    settle(scarce)
+    for request, (prompt, cancelled) in expected.items():
+        want = without_tiers(prompt)
+        got = tuple(ids.get(request, ()))
+        assert got == (want[: len(got)] if cancelled else want)
+
+
+def conversation(seed: int) -> list[int]:
+    return prompt_of(150 + 37 * seed % 400, seed)
+
+
+def serve_until_killed(folder: Path) -> None:
+    """In a process of its own: conversations that are stored, one after the other, beside other requests."""
+    from umbra.kernels.backend import choose
+    from umbra.model.load import load_model
+
+    model = load_model("tiny", kernels=choose("cpu", "auto").kernels)
+    with running(model, folder, cache=dataclasses.replace(ALWAYS, sync_interval=0.01)) as engine:
+        who = engine.store.identity("local")
+        for seed in range(10_000):
+            engine.submit(prompt_of(300, 1000 + seed), SamplingParams(max_tokens=8), sink=lambda pairs: None)
+            prompt = conversation(seed)
+            name = engine.store.interactions.begin(who.space, prompt, model="tiny", id=f"{folder.name}-{seed}")
+            answer = ask(engine, prompt, keep="conversation")
+            engine.store.interactions.finish(name, answer.token_ids)
+            print("answered", seed, flush=True)
+            engine.store.cache.flush()
+            print("committed", seed, flush=True)
+
+
+def killed_after(folder: Path, seconds: float) -> list[tuple[str, int]]:
+    """What such a process said before it was killed."""
+    here = Path(__file__)
+    code = (
+        "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]; "
+        "from umbra.serving import platform; platform.setup(kernels='auto'); "
+        "import pathlib, test_engine_tiers; test_engine_tiers.serve_until_killed(pathlib.Path(sys.argv[3]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(here.parent), str(here.parents[1]), str(folder)],
+        stdout=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    out, end = b"", None
+    try:
+        while end is None or time.monotonic() < end:
+            if select.select([process.stdout], [], [], 0.005)[0]:
+                chunk = os.read(process.stdout.fileno(), 1 << 16)  # type: ignore[union-attr]
+                assert chunk, "the process did not start"
+                out += chunk
+            if end is None and b"committed" in out:
+                end = time.monotonic() + seconds
+    finally:
+        process.send_signal(signal.SIGKILL)
+        rest, _ = process.communicate()
+    lines = (out + rest).decode().split("\n")[:-1]
+    return [(what, int(seed)) for what, _, seed in (line.partition(" ") for line in lines) if seed]
+
+
+def test_killed_at_random_moments(model: object, tmp_path: Path) -> None:
+    """More kills: UMBRA_TEST_ENGINE_KILLS."""
+    rng = random.Random(1)
+    plain = load_model("tiny", kernels=model.kernels)  # the process above has no stand-in for a tokenizer
+    wanted = found = 0
+    for n in range(int(os.environ.get("UMBRA_TEST_ENGINE_KILLS", "1"))):
+        folder = tmp_path / str(n)
+        said = killed_after(folder, rng.uniform(0.0, 1.5))
+        answered = [seed for what, seed in said if what == "answered"]
+        committed = {seed for what, seed in said if what == "committed"}
+        for seed in answered[-6:]:
+            with running(plain, None) as engine:
+                prompt = conversation(seed)
+                alone = ask(engine, prompt).token_ids
+                next_turn = [*prompt, *alone, 7, 8, 9]
+                then = ask(engine, next_turn).token_ids
+            with running(plain, folder) as engine:
+                turn = engine.store.interactions.get(engine.store.identity("local").space, f"{n}-{seed}")
+                assert turn.status == "completed" and turn.token_ids.tolist() == [*prompt, *alone]
+                again = ask(engine, next_turn)
+                assert again.token_ids == then
+                assert sum(engine.store.cache.disk.lost.values()) == 0
+            if seed in committed:
+                wanted, found = wanted + len(prompt) + len(alone) - 1, found + again.usage.cached_tokens
+    assert wanted > 0 and found >= 0.99 * wanted
