@@ -158,7 +158,7 @@ class Usual:
     async def during(self, trouble: Awaitable[Any]) -> Any:
         """Ask while there is `trouble`; what the trouble gives."""
         task = asyncio.ensure_future(trouble)
-        async with httpx.AsyncClient(base_url=self._url, timeout=60.0) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=600.0) as http:
             while not task.done() or not self.seconds:
                 began = time.perf_counter()
                 response = await http.post(COMPLETIONS, json=self._body)
