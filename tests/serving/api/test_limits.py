@@ -162,6 +162,14 @@ def test_priority(api, headers, body, priority):
     assert response.status_code == 200 and api.engine.submitted[-1].priority == priority
 
 
+@pytest.mark.parametrize(("field", "value"), [("priority", "low"), ("serviceTier", "flex"), ("service_tier", "flex")])
+def test_priority_in_a_body_of_gemini(api, field, value):
+    assert api.client.post(GEMINI, json={**CONTENTS, field: value}).status_code == 200
+    assert api.engine.submitted[-1].priority == -1
+    refused = api.client.post(GEMINI, json={**CONTENTS, "contextPolicy": "all"})
+    assert refused.status_code == 400 and "supported: aggressive" in refused.json()["error"]["message"]
+
+
 def test_a_key_bounds_the_priority(start_api):
     api = start_api(ServerConfig(api_keys=(key("a", priority="low"),)))
     api.client.post(GEMINI, json=CONTENTS, headers={**bearer("a"), "x-goog-priority": "high"})
