@@ -18,8 +18,6 @@ from .prediction import came_true
 from .request import SOURCES, Emission, FinishReason, Keep, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
 
-PRIORITY_SECONDS = 15.0
-
 
 class Phase(enum.Enum):
     WAITING = "waiting"  # in the queue, holds nothing
@@ -59,7 +57,7 @@ class Sequence:
     identity: Identity  # whose blocks, and computed by what
     sources: int  # where its drafts may come from, 0: nowhere
     keep: Keep = "blocks"
-    priority: int = 0
+    turn: float = 0.0  # who waits for a slot is admitted in ascending order of this (`Turns`)
     guide: Guide | None = None  # through its grammar
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -96,12 +94,6 @@ class Sequence:
     def root(self) -> bytes:
         """The key that its chain of blocks starts from."""
         return self.identity.root
-
-    @property
-    def turn(self) -> float:
-        """Who waits for a slot is admitted in ascending order of this: a step of priority is worth so many seconds of
-        waiting, so nobody waits for ever."""
-        return self.submitted - PRIORITY_SECONDS * self.priority
 
     @property
     def width(self) -> int:
