@@ -26,7 +26,6 @@ NEW_TOKENS = 16
 
 WAYS = ("recompute", "device", "memory", "disk, in the page cache", "disk", "disk, after kill -9")
 FORGET = {
-    "device": None,
     "memory": (True, False, False),
     "disk, in the page cache": (True, True, False),
     "disk": (True, True, True),
@@ -75,7 +74,7 @@ def _round(plan: Plan, folder: Path, number: int, say: Say) -> list[Row]:
             worker.call("settle")
             for way in WAYS[:-1]:
                 say(f"round {number + 1} of {plan.rounds}: {way}")
-                if FORGET.get(way) is not None:
+                if way in FORGET:
                     worker.call("forget", *FORGET[way])
                 who, keep = ("bob", "nothing") if way == "recompute" else ("alice", "blocks")
                 rows.append(_row(way, number, len(history), worker.call("ask", history + turn, NEW_TOKENS, who, keep)))
