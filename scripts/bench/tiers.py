@@ -93,8 +93,8 @@ def _writes(plan: Plan, workers: dict[str, Worker], number: int, say: Say) -> li
             rows.append(
                 {
                     "system": "umbra", "id": f"{streams} streams, tiers {name}", "category": "write", "tiers": name,
-                    "round": number + 1, "streams": streams, "tok_s": made["tok_s"], "upkeep_ms": made["upkeep_s"] * 1e3,
-                    "ttft_ms": None, "tokens_per_pass": None,
+                    "round": number + 1, "streams": streams, "tok_s": made["tok_s"],
+                    "upkeep_ms": made["upkeep_s"] * 1e3, "ttft_ms": None, "tokens_per_pass": None,
                 }
             )  # fmt: skip
     return rows
@@ -113,8 +113,8 @@ def _read_summary(rows: Sequence[Row]) -> Summary:
 
 
 def _write_summary(rows: Sequence[Row], stats: dict[str, Any]) -> Summary:
-    """`write_cost`: the share of tokens/s lost, the median over rounds of neighbouring runs. `upkeep`: what the engine's
-    thread spends on the tiers, per token."""
+    """`write_cost`: the share of tokens/s lost, the median over rounds of neighbouring runs. `upkeep`: what the
+    engine's thread spends on the tiers, per token."""
     summary: Summary = {}
     written = [row for row in rows if row["category"] == "write"]
     for streams in dict.fromkeys(row["streams"] for row in written):
