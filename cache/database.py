@@ -68,23 +68,28 @@ class Unavailable(Exception):
 class Database:
     """One connection, for any thread."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens `path`, which is made if it is missing. A file that is no database any more is put aside, with a
-        warning, and an empty one takes its place."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.path = path
+    def __init__(self, path: Path | None) -> None:
+        """Opens `path`, which is made if it is missing; None: everything is in memory and ends with the process. A file
+        that is no database any more is put aside, with a warning, and an empty one takes its place."""
         self._lock = threading.RLock()
+        if path is None:
+            self._connection = self._open(":memory:")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            self._connection = self._open()
+            self._connection = self._open_file(path)
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise
-            self._put_aside(error)
-            self._connection = self._open()
+            self._put_aside(path, error)
+            self._connection = self._open_file(path)
 
-    def _open(self) -> sqlite3.Connection:
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # the log inherits its mode
-        connection = sqlite3.connect(self.path, timeout=10.0, isolation_level=None, check_same_thread=False)
+    def _open_file(self, path: Path) -> sqlite3.Connection:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # the log inherits its mode
+        return self._open(path)
+
+    def _open(self, path: Path | str) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
         try:
             for pragma in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON", "foreign_keys = ON"):
                 connection.execute(f"PRAGMA {pragma}")
@@ -98,19 +103,20 @@ class Database:
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
-                raise ValueError(f"{self.path} has version {version}; this program writes version {VERSION}")
+                raise ValueError(f"{path} has version {version}; this program writes version {VERSION}")
             connection.execute("COMMIT")
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _put_aside(self, error: Exception) -> None:
-        aside = self.path.with_name(f"{self.path.name}.damaged-{int(time.time())}")
-        log.error("%s is damaged (%s); it is kept as %s, and an empty one takes its place", self.path, error, aside)
-        self.path.rename(aside)
+    @staticmethod
+    def _put_aside(path: Path, error: Exception) -> None:
+        aside = path.with_name(f"{path.name}.damaged-{int(time.time())}")
+        log.error("%s is damaged (%s); it is kept as %s, and an empty one takes its place", path, error, aside)
+        path.rename(aside)
         for suffix in ("-wal", "-shm"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:

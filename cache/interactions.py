@@ -18,7 +18,7 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -98,12 +98,16 @@ class Interactions:
 
     def append(self, id: str, token_ids: Sequence[int] | np.ndarray) -> None:
         """Keep some more ids of an answer in progress. Nothing happens if it was deleted meanwhile."""
-        if not len(token_ids) or id not in self._pieces:
-            return
-        number, tokens = self._pieces[id], packed(token_ids)
+        self.append_all({id: token_ids})
+
+    def append_all(self, answers: Mapping[str, Sequence[int] | np.ndarray]) -> None:
+        """`append` for several answers, in one commit."""
+        known = {id: packed(ids) for id, ids in answers.items() if len(ids) and id in self._pieces}
+        rows = [(id, self._pieces[id], tokens) for id, tokens in known.items()]
         with self._database.transaction() as db:
-            db.execute("INSERT INTO pieces VALUES (?, ?, ?, ?)", (id, number, tokens, row_crc(id, number, tokens)))
-        self._pieces[id] = number + 1
+            db.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?)", [(*row, row_crc(*row)) for row in rows])
+        for id, number, _ in rows:
+            self._pieces[id] = number + 1
 
     def finish(
         self,
@@ -183,6 +187,21 @@ class Interactions:
         )
         return [row[0] for row in rows]
 
+    def lineage(self, space: bytes, id: str) -> list[tuple[Any, Any]]:
+        """Request and output of an interaction and of those it continues, the first one first. One that was deleted is
+        missing. Raises like `get`."""
+        out: list[tuple[Any, Any]] = []
+        with self._database.transaction() as db:
+            row = self._row(db, space, id)
+            while True:
+                out.append((json.loads(row["request"]), json.loads(row["output"])))
+                found = db.execute(
+                    f"SELECT {_COLUMNS}, crc FROM interactions WHERE id = ?", (row["parent"],)
+                ).fetchone()
+                if found is None:
+                    return out[::-1]
+                row = _checked(found)
+
     def _row(self, db: sqlite3.Connection, space: bytes, id: str) -> dict[str, Any]:
         row = db.execute(f"SELECT {_COLUMNS}, crc FROM interactions WHERE id = ? AND space = ?", (id, space)).fetchone()
         if row is None:
@@ -238,6 +257,22 @@ class Interactions:
         if purged:
             self._database.scrub()
         return purged
+
+    def trim(self, limit: int) -> int:
+        """Remove the oldest that have ended until the rest takes at most `limit` bytes; how many went."""
+        removed = 0
+        with self._database.transaction() as db:
+            rows = db.execute(
+                "SELECT id, status, length(tokens) + length(request) + length(output) FROM interactions "
+                "ORDER BY created DESC, id DESC"
+            ).fetchall()
+            used = sum(size for _, _, size in rows)
+            while used > limit and rows:
+                id, status, size = rows.pop()
+                if status != "in_progress":
+                    self._remove(db, id)
+                    used, removed = used - size, removed + 1
+        return removed
 
     def _remove(self, db: sqlite3.Connection, id: str) -> bytes:
         found = db.execute(f"SELECT {_COLUMNS}, crc FROM interactions WHERE id = ?", (id,)).fetchone()

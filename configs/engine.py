@@ -45,6 +45,8 @@ class EngineConfig:
     """Hand the logits of the last pass back to the host, which digests are made of."""
     features: bool = False
     """Hand the hidden states back that chose the tokens, which a shadow network is trained on."""
+    embeddings: bool = False
+    """Hand the sum of a prompt's hidden states back, which embeddings are made of."""
     prefill_chunk: int = 128
     """Prompt tokens of one step, beside one token of every running sequence."""
     decode_steps: int | None = None

@@ -32,7 +32,7 @@ class ServerConfig:
     max_body: int = 8 * MIB
     """Largest request body; a longer one is refused with 413 while it is being read."""
     max_stored: int = 128 * MIB
-    """Responses that can be continued, all together; the least recently used go first."""
+    """Conversations kept in memory by a server that has no state folder; then the oldest go."""
     max_inflight: int = 1024
     """HTTP requests in progress, streams included; one more is refused with 429. Requests of low priority are refused
     earlier (serving/api/limits.py)."""
@@ -52,6 +52,8 @@ class ServerConfig:
     """An answer must be complete after this long; `X-Server-Timeout` may ask for less."""
     send_timeout: float = 120.0
     """A client that accepts no byte for this long is taken as gone."""
+    resume_grace: float = 30.0
+    """An interaction that is streamed goes on for this long after its client is gone, who may come back."""
     shutdown_grace: float = 5.0
     """After a stop signal, running answers may go on for this long; then they are cancelled."""
     workers: int = 2
@@ -67,7 +69,8 @@ class ServerConfig:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         for field in (
-            "header_timeout", "body_timeout", "heartbeat", "request_timeout", "send_timeout", "shutdown_grace",
+            "header_timeout", "body_timeout", "heartbeat", "request_timeout", "send_timeout",
+            "resume_grace", "shutdown_grace",
         ):  # fmt: skip
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")

@@ -11,6 +11,7 @@ characters back in the text between them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,26 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a message's reasoning; templates read the first, some the second."""
 
 _DEPTH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The beginning of a prompt whose token ids are there already, for example a stored conversation.
+
+    In the messages, `mark` stands where it ends: it takes the place of the last text that is known, and what comes
+    before it may be left out as far as the template allows. `ends` are tokens that end a turn: one of them at the end
+    of `ids` is left to the template, so that a turn that was cut off is closed as well.
+    """
+
+    ids: Sequence[int]
+    mark: str
+    ends: frozenset[int] = frozenset()
+
+    def join(self, rest: Sequence[int]) -> list[int]:
+        ids = list(map(int, self.ids))
+        if ids and ids[-1] in self.ends:
+            ids.pop()
+        return [*ids, *rest]
 
 
 class ChatTemplateError(ValueError):
@@ -100,11 +121,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         suffix: str = "",
+        known: Known | None = None,
+        until: str | None = None,
         **extra: Any,
     ) -> list[int]:
         """The prompt's token ids: special tokens where the template writes them, plain text for everything the
         messages, tools and `extra` say. BOS comes first if the model expects one and the template does not write it.
-        `suffix` follows the prompt and is read as if the template had written it. Counting a prompt's tokens and
+        `suffix` follows the prompt and is read as if the template had written it. With `known`, only what follows its
+        mark is encoded, behind its ids; with `until`, only what comes before that mark. Counting a prompt's tokens and
         running it both use this. Raises `ChatTemplateError`."""
         inputs = _inputs(messages, tools, extra)
         text = self._render(inputs, add_generation_prompt)
@@ -118,8 +142,12 @@ class ChatTemplate:
                     "message"
                 )
             text = hidden_text
-        parts = [disguise.reveal(p) if isinstance(p, str) else p for p in tokenizer.split_special(text + suffix)]
-        return tokenizer.encode_parts(parts, add_bos=tokenizer.add_bos)
+        text += suffix
+        if known is not None or until is not None:
+            text = _cut(text, known.mark if known is not None else None, until)
+        parts = [disguise.reveal(p) if isinstance(p, str) else p for p in tokenizer.split_special(text)]
+        ids = tokenizer.encode_parts(parts, add_bos=tokenizer.add_bos and known is None)
+        return ids if known is None else known.join(ids)
 
     def _render(self, inputs: dict[str, Any], add_generation_prompt: bool) -> str:
         template = self._tool_template if inputs["tools"] is not None else self._template
@@ -139,6 +167,16 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template cannot handle these messages: {type(error).__name__}: {_line(error)}"
             ) from error
+
+
+def _cut(text: str, after: str | None, until: str | None) -> str:
+    """What is between two marks. Raises `ChatTemplateError` when the template has not written one of them, once."""
+    for mark in filter(None, (after, until)):
+        if text.count(mark) != 1:
+            raise ChatTemplateError("the chat template does not show every message as it is")
+    if after is not None:
+        text = text.partition(after)[2]
+    return text if until is None else text.partition(until)[0]
 
 
 def _compile(source: str) -> jinja2.Template:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..configs.levels import MAX_CLOSE, MAX_CLOSE_TOKENS, MAX_CONCLUDE_TOKENS
-from .chat_template import ChatTemplate, ChatTemplateError
+from .chat_template import ChatTemplate, ChatTemplateError, Known
 from .tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
@@ -60,11 +60,12 @@ class Thinker:
         *,
         thinking: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        known: Known | None = None,
         **extra: Any,
     ) -> list[int]:
         """The prompt's token ids; with `thinking` they end with the opening marker, without it the model answers at
-        once. `extra` are variables of the template. Raises `ChatTemplateError`, and `ValueError` for thoughts of a
-        model that cannot think."""
+        once. `known` is that of `ChatTemplate.encode`, `extra` are variables of the template. Raises
+        `ChatTemplateError`, and `ValueError` for thoughts of a model that cannot think."""
         if thinking and not self.close:
             raise ValueError(
                 f"the vocabulary needs more than {MAX_CLOSE_TOKENS} tokens for {self.close_text!r}, which ends "
@@ -74,7 +75,8 @@ class Thinker:
             messages = self._instructed(messages)
         suffix = self._suffix_on if thinking else self._suffix_off
         switches: dict[str, Any] = {name: thinking for name in self._switches}
-        return self._template.encode(self._tokenizer, messages, tools=tools, suffix=suffix, **{**switches, **extra})
+        extra = {**switches, **extra}
+        return self._template.encode(self._tokenizer, messages, tools=tools, suffix=suffix, known=known, **extra)
 
     def _opens(self, thinking: bool) -> bool:
         """Whether prompts end with the opening marker as the template writes them."""

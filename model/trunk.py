@@ -124,6 +124,10 @@ class Trunk(nnx.Module):
 
         return lax.fori_loop(0, n_layers, layer, (x, pool))
 
+    def normalised(self, x: jax.Array) -> jax.Array:
+        """Hidden states `x` `[R, D]` after the final norm."""
+        return rms_norm(x, *self._final_norm())
+
     def logits(self, x: jax.Array, n_rows: jax.Array, run: Execution) -> jax.Array:
         """Logits `[R, V]`, float32, of the first `n_rows` of the hidden states `[R, D]`."""
         c = self.config

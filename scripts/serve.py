@@ -36,7 +36,17 @@ from umbra.serving.logs import log_to_stderr
 if TYPE_CHECKING:
     from umbra.serving.api.server import Load
 
-SIZES = ("slots", "context_length", "kv", "kv_memory", "prefill_chunk", "decode_steps", "hot_window", "max_queue")
+SIZES = (
+    "slots",
+    "context_length",
+    "kv",
+    "kv_memory",
+    "prefill_chunk",
+    "decode_steps",
+    "hot_window",
+    "max_queue",
+    "embeddings",
+)
 """Options that are fields of `EngineConfig` of the same name."""
 
 
@@ -66,6 +76,9 @@ def parser() -> argparse.ArgumentParser:
         "--hot-window", default=engine.hot_window, type=only("auto", "off"),
         help="KV kept on the chip through a device loop: auto (default; on TPUs) or off",
     )  # fmt: skip
+    sizes.add_argument(
+        "--embeddings", action=argparse.BooleanOptionalAction, default=True, help="also embed texts (default)"
+    )
     sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait (%(default)s)")
     add_state_options(p, default=cache_dir() / "state")
     http = p.add_argument_group("server")

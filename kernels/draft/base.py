@@ -9,6 +9,7 @@ place j = 0, 1, ...
 The *lookup* copies what followed an earlier occurrence, in the history, of the last tokens (history and drafts): the
 longest one, the most recent of equally long ones. A chain follows its match as long as it copies the same; where it
 follows none, one is looked for again. A copy that reaches the end of the history goes on with the chain's drafts.
+A prediction of the text is looked through like a history that is more recent; a copy ends with it.
 
 The *shadow* is a small recurrent network on the trunk's last hidden state h. Its step at place j, with x the token
 before that place (`rms(v)` is v / sqrt(mean v^2 + epsilon)):
@@ -122,7 +123,8 @@ class DraftInput(NamedTuple):
     position: Array
     """int32 [B]: its absolute position."""
     history: Array
-    """int32 [B, S]: prompt and answer; entries [0, position] count, the last one is `token`."""
+    """int32 [B, S]: prompt and answer; entries [0, position] count, the last one is `token`, and those of
+    `predicted`."""
     active: Array
     """bool [B]"""
     sources: Array
@@ -133,6 +135,9 @@ class DraftInput(NamedTuple):
     """uint32 [B, 2]: low and high word."""
     room: Array
     """int32 [B]: most drafts of the slot; J at most, whatever is given."""
+    predicted: Array
+    """int32 [B]: tokens at the end of the history row that are not history, but what somebody expects of it; the lookup
+    copies from them as well. 0: none; none either where the history comes so close that drafts might reach them."""
     floor: Array
     """float32 []: a draft with which the product of its chain's probabilities is below this is left out, and its chain
     ends."""

@@ -125,24 +125,35 @@ def _find_match(inputs: DraftInput, place: Array, tokens: Array) -> _Match:
     history, size = inputs.history, inputs.history.shape[1]
     last = inputs.position + place
     ends = lax.broadcasted_iota(jnp.int32, history.shape, 1)  # of an occurrence
-    running = (ends <= inputs.position[:, None]) & (ends < last[:, None])
+    begin = _prediction(inputs)[:, None]
+    running = (ends <= inputs.position[:, None]) & (ends < last[:, None]) | (ends >= begin)
     length = jnp.zeros_like(history)
     at = last[:, None] - jnp.arange(LONGEST_MATCH)
     wanted = jnp.where(at >= 0, _tokens_at(inputs, tokens, at), -1)  # all gathered at once: a TPU starts few operations
     for back in range(LONGEST_MATCH):
         shifted = jnp.pad(history, ((0, 0), (back, 0)), constant_values=-2)[:, :size]
-        running &= shifted == wanted[:, back, None]
+        running &= (shifted == wanted[:, back, None]) & ((ends < begin) | (ends >= begin + back))
         length += running
     best = jnp.max(jnp.where(length >= SHORTEST_MATCH, length * size + ends, 0), axis=1)
     return _Match(best // size, best % size + 1, jnp.broadcast_to(place, best.shape))
 
 
+def _prediction(inputs: DraftInput) -> Array:
+    """Where the predictions begin in the histories, int32 [B]; behind anything where there is none."""
+    size = inputs.history.shape[1]
+    begin = size - jnp.clip(inputs.predicted, 0, size)
+    there = (begin < size) & (inputs.position + MAX_DRAFTS < begin)
+    return jnp.where(there, begin, np.int32(2**30))
+
+
 def _tokens_at(inputs: DraftInput, tokens: Array, at: Array) -> Array:
-    """The tokens at indices `at` [B, n] of the histories, which go on with the drafts `tokens` [B, J]."""
+    """The tokens at indices `at` [B, n] of the histories, which go on with the drafts `tokens` [B, J]; -1 behind the
+    end of a prediction."""
     old = jnp.take_along_axis(inputs.history, jnp.clip(at, 0, inputs.history.shape[1] - 1), axis=1)
     drafted = jnp.clip(at - inputs.position[:, None] - 1, 0, MAX_DRAFTS - 1)
     new = jnp.take_along_axis(tokens, drafted, axis=1)
-    return jnp.where(at <= inputs.position[:, None], old, new)
+    known = (at <= inputs.position[:, None]) | (at >= _prediction(inputs)[:, None])
+    return jnp.where(known, jnp.where(at < inputs.history.shape[1], old, -1), new)
 
 
 def _extend(
@@ -159,6 +170,7 @@ def _extend(
     match = jax.tree.map(lambda new, old: jnp.where(seeks, new, old), found, chains.match)
     follows = chains.follows | (seeks & (match.length > 0))
     copied = _tokens_at(inputs, drafts.tokens, (match.next + place - match.place)[:, None])[:, 0]
+    follows &= copied >= 0
     sure = follows & (_lookup_probability(weights, slots, match, UNKNOWN, place) >= CERTAIN)
     can_ask = chains.alive & slots.shadow & (place < SHADOW_PLACES)
     asks = can_ask & ~sure

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from ..engine.grammar import JSON_FORM, Grammar
+from ..engine.landing import longest_part
 from .errors import bad_request, unsupported
 from .json_schema import schema_grammar
 from .tool_calls import ToolFormat, Tools
@@ -22,9 +24,9 @@ def answer_grammar(tools: Tools | None, text: Grammar | None) -> Grammar | None:
         return text
     if tools.mode == "required":
         several = f' ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if tools.parallel else ""
-        return _lark(f"start: call{several}\n{_calls(tools)}", "tools")
+        return _lark(f"start: call{several}\n{_calls(tools)}", "tools", _length(tools))
     if text is not None:
-        return _lark(f"start: call | text\n{_calls(tools)}{_text_rule(text)}", text.field)
+        return _lark(f"start: call | text\n{_calls(tools)}{_text_rule(text)}", text.field, _length(tools))
     if tools.mode == "validated" or tools.strict:
         return _lark(
             f"start: called* REST\ncalled: opened call_rest\n"
@@ -34,9 +36,16 @@ def answer_grammar(tools: Tools | None, text: Grammar | None) -> Grammar | None:
     return None
 
 
-def _lark(rules: str, field: str) -> Grammar:
+def _length(tools: Tools) -> int:
+    """Characters of the longest among the shortest calls."""
+    longest = max((longest_part(one["parameters"]) + len(one["name"]) for one in tools.callable), default=0)
+    return longest + len(tools.form.open + tools.form.close) + 30
+
+
+def _lark(rules: str, field: str, longest_part: int | None = None) -> Grammar:
     try:
-        return Grammar.grammar(f"%llguidance {{}}\n{rules}").named(field)
+        grammar = Grammar.grammar(f"%llguidance {{}}\n{rules}").named(field)
+        return dataclasses.replace(grammar, longest_part=longest_part)
     except ValueError as error:
         raise bad_request(f"Invalid '{field}': {error}.", field, "invalid_value") from None
 

@@ -17,8 +17,11 @@ from starlette.types import ASGIApp
 from ... import __version__
 from ..metrics import CONTENT_TYPE, exposition
 from .body import drain
+from .embeddings import embeddings
 from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal
 from .gemini_routes import BODIES, add_gemini
+from .interaction_routes import BODIES as INTERACTION_BODIES
+from .interaction_routes import add_interactions
 from .middleware import Gate, log_failure, request_info
 from .models import get_model, list_models
 from .openai_chat import chat_completions
@@ -27,8 +30,9 @@ from .openai_responses import count_input_tokens, create_response
 from .protocols import error_body
 from .responses_body import ResponsesBody
 from .responses_routes import add_stored_responses
-from .schemas import ChatBody, CompletionBody
+from .schemas import ChatBody, CompletionBody, EmbeddingBody
 from .service import Service
+from .socket_routes import add_sockets
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -48,11 +52,14 @@ def create_app(service: Service) -> ASGIApp:
     _add_models(app, service)
     _add_post(app, service, "/v1/chat/completions", chat_completions, ChatBody)
     _add_post(app, service, "/v1/completions", completions, CompletionBody)
+    _add_post(app, service, "/v1/embeddings", embeddings, EmbeddingBody)
     _add_post(app, service, "/v1/responses", create_response, ResponsesBody)
     _add_post(app, service, "/v1/responses/input_tokens", count_input_tokens, ResponsesBody)
     add_stored_responses(app, service)
+    add_interactions(app, service, _SCHEMAS)
+    add_sockets(app, service)
     add_gemini(app, service, _SCHEMAS)
-    _describe_bodies(app, (ChatBody, CompletionBody, ResponsesBody, *BODIES))
+    _describe_bodies(app, (ChatBody, CompletionBody, EmbeddingBody, ResponsesBody, *BODIES, *INTERACTION_BODIES))
     app.add_exception_handler(ApiError, _on_api_error(service))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_unexpected)

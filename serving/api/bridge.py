@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 
 from ..engine.request import Emission, Sink
 from .context import Answered, RequestInfo
-from .errors import ClientGone
+from .errors import ApiError, ClientGone, unavailable
 from .record import log_late
 from .wishes import too_late
+
+log = logging.getLogger(__name__)
 
 
 class _Pending:
@@ -45,6 +48,16 @@ def merge(parts: Sequence[Emission]) -> Emission:
         logprobs=tuple(i for part in parts for i in part.logprobs),
         digests=tuple(i for part in parts for i in part.digests),
     )
+
+
+def failure(emission: Emission) -> ApiError | None:
+    """The error that an emission ends its request with, if it does: an engine failure or the server's shutdown."""
+    if emission.finish_reason == "error":
+        log.error("an answer failed: %s", emission.error or "no reason given")  # may tell what clients must not know
+        return ApiError(500, "The engine failed while answering", kind="server_error", code="engine_error")
+    if emission.finish_reason == "cancelled":
+        return unavailable("The server cancelled the request", "cancelled", 5.0)
+    return None
 
 
 class Reply:
@@ -129,13 +142,17 @@ class Reply:
         else:
             info.answered.append(answered)
 
+    def cancel(self) -> None:
+        """Cancel what is not finished; its last emissions still come. Called on the event loop."""
+        for index in list(self._unfinished):
+            self._cancel(self._ids[index])
+
     def close(self) -> None:
-        """Cancel what is not finished. Idempotent; called on the event loop."""
+        """Cancel what is not finished and take no more. Idempotent; called on the event loop."""
         self.closed = True
         self._pending.clear()
         self._wake.set()
-        for index in list(self._unfinished):
-            self._cancel(self._ids[index])
+        self.cancel()
 
 
 class Bridge:

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from ..effort import Effort, Prepared
 from ..engine.request import Emission, SamplingParams
 from .body import read_json
+from .cached_contents import find_beginning
 from .conversation import Conversation, check_model
 from .errors import ApiError, bad_request, model_not_found, unsupported
 from .gemini_answers import Candidate, text_tokens, usage_metadata
@@ -35,8 +36,10 @@ from .reporting import effort_notes, google_headers, outcome, timing_headers
 from .service import Loaded, Service, failure, gather
 from .stream import EventStream, Watch
 from .tool_calls import Tools
+from .turns import declared_tools
 
-METHODS = ("generateContent", "streamGenerateContent", "countTokens")
+EMBEDDING = ("embedContent", "batchEmbedContents")
+METHODS = ("generateContent", "streamGenerateContent", "countTokens", *EMBEDDING)
 """What can be asked of a model."""
 
 _REFUSED_QUERY = ("fields", "$fields", "callback", "$callback")
@@ -54,6 +57,8 @@ class Call:
     candidates: int
     show_thoughts: bool
     tools: Tools | None
+    cached: int = 0
+    """Tokens of the cached content that the prompt begins with."""
 
     def prepare(self) -> Prepared:
         """For a worker."""
@@ -90,14 +95,21 @@ async def count_tokens(request: Request, service: Service, model: str) -> Respon
     _alt(request)
     loaded = _find(service, model)
 
-    def counted(data: dict[str, Any]) -> Call:
-        check_count(data.get("contents"), loaded)
-        return _counted(parse(CountBody, data), service, loaded, model)
+    tenant = request_info(request.scope).tenant
 
-    call = await read_json(request, service, counted)
-    total = len((await service.offload(call.prepare)).prompt)
+    def counted(data: dict[str, Any]) -> CountBody:
+        check_count(data.get("contents"), loaded)
+        return parse(CountBody, data)
+
+    body = await read_json(request, service, counted)
+
+    def prepared() -> tuple[Call, int]:
+        call = _counted(body, service, loaded, model, tenant)
+        return call, len(call.prepare().prompt)
+
+    call, total = await service.offload(prepared)
     request_info(request.scope).notes["prompt_tokens"] = total
-    answer = {"totalTokens": total, "promptTokensDetails": text_tokens(total), "cachedContentTokenCount": 0}
+    answer = {"totalTokens": total, "promptTokensDetails": text_tokens(total), "cachedContentTokenCount": call.cached}
     return JSONResponse(answer)
 
 
@@ -133,34 +145,45 @@ def _alt(request: Request) -> str:
 
 
 async def _read_call(request: Request, service: Service, model: str) -> Call:
-    loaded = _find(service, model)
+    loaded, tenant = _find(service, model), request_info(request.scope).tenant
 
-    def call(data: dict[str, Any]) -> Call:
+    def call(data: dict[str, Any]) -> Call | GenerateBody:
         check_count(data.get("contents"), loaded)
-        return _call(parse(GenerateBody, data), service, loaded, model)
+        body = parse(GenerateBody, data)
+        return _call(body, service, loaded, model, tenant) if body.cached_content is None else body
 
-    return await read_json(request, service, call)
+    found = await read_json(request, service, call)
+    if isinstance(found, Call):
+        return found
+    body = found
+    return await service.offload(lambda: _call(body, service, loaded, model, tenant))
 
 
-def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, where: str = "") -> Call:
-    """`where` is the prefix of the body's fields in errors."""
+def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, tenant: str, where: str = "") -> Call:
+    """`where` is the prefix of the body's fields in errors. For a worker if there is cached content."""
     _check_named(body.model, model)
     check_body(body, where)
     config = body.generation_config or GenerationConfig()
     name = f"{where}generationConfig"
     check_output(config, name)
     tools = tools_of(body.tools, body.tool_config, loaded, where)
-    form = answer_form(config, tools, name)
     field, thinking = f"{where}contents", config.thinking_config
+    messages = messages_of(body.contents, body.system_instruction, where=field)
+    fields = {"field": field, "thinking_field": f"{name}.thinkingConfig"}
+    cached = 0
+    if body.cached_content is not None:
+        beginning = find_beginning(service, loaded, tenant, body.cached_content, f"{where}cachedContent")
+        tools, cached = declared_tools(beginning.tools, loaded), len(beginning.ids)
+        conversation = beginning.followed_by(messages, **fields)
+    else:
+        conversation = Conversation(messages, None if tools is None else tools.descriptions, **fields)
     return Call(
         loaded=loaded,
-        conversation=Conversation(
-            messages_of(body.contents, body.system_instruction, where=field),
-            None if tools is None else tools.descriptions,
-            field=field,
-            thinking_field=f"{name}.thinkingConfig",
+        conversation=conversation,
+        cached=cached,
+        params=dataclasses.replace(
+            sampling_params(config, service, loaded, name), grammar=answer_form(config, tools, name)
         ),
-        params=dataclasses.replace(sampling_params(config, service, loaded, name), grammar=form),
         effort=effort_of(thinking, service.config.level, f"{name}.thinkingConfig"),
         candidates=candidates_of(config, service, loaded, name),
         show_thoughts=thinking is not None and bool(thinking.include_thoughts),
@@ -168,15 +191,15 @@ def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, wher
     )
 
 
-def _counted(body: CountBody, service: Service, loaded: Loaded, model: str) -> Call:
+def _counted(body: CountBody, service: Service, loaded: Loaded, model: str, tenant: str) -> Call:
     _check_named(body.model, model)
     whole = body.generate_content_request
     beside = {name: getattr(body, name) for name in BESIDE}
     if whole is None:
-        return _call(GenerateBody.model_construct(**beside), service, loaded, model)
+        return _call(GenerateBody.model_construct(**beside), service, loaded, model, tenant)
     if any(value is not None for value in beside.values()):
         raise invalid("generateContentRequest", "it cannot be given together with contents or other parts of a request")
-    return _call(whole, service, loaded, model, "generateContentRequest.")
+    return _call(whole, service, loaded, model, tenant, "generateContentRequest.")
 
 
 def _check_named(named: str | None, model: str) -> None:
@@ -214,7 +237,7 @@ async def _run(request: Request, service: Service, call: Call, form: Form | None
         elapsed = time.perf_counter() - info.started
         headers |= {"content-type": form.media_type, **google_headers(elapsed, prompt_tokens)}
         handed_over = True
-        stream = Stream(call.loaded, candidates, form, service.config.heartbeat, told, info.notes)
+        stream = Stream(call.loaded, candidates, form, service.config.heartbeat, told, info.notes, call.cached)
         return EventStream(
             stream.events(reply, first),
             reply=reply,
@@ -232,7 +255,7 @@ async def _run(request: Request, service: Service, call: Call, form: Form | None
 def _whole(
     call: Call, candidates: Sequence[Candidate], emissions: Sequence[Emission], headers: dict[str, str]
 ) -> Response:
-    usage = usage_metadata(emissions)
+    usage = usage_metadata(emissions, call.cached)
     shown = [one.whole(emission) for one, emission in zip(candidates, emissions, strict=True)]
     latency = max(one.timings.total if one.timings is not None else 0.0 for one in emissions)
     answer = {"candidates": shown, "usageMetadata": usage, **identity(call.loaded)}

@@ -167,11 +167,12 @@ class _Logprobs:
         return {"token": text, "tokenId": token, "logProbability": finite(logprob)}
 
 
-def usage_metadata(emissions: Sequence[Emission]) -> dict[str, Any]:
+def usage_metadata(emissions: Sequence[Emission], content: int = 0) -> dict[str, Any]:
     """Tokens of a request, from the last emission of each candidate. The prompt counts once. Thoughts are counted
-    beside the candidates, and the total is the sum of the three."""
+    beside the candidates, and the total is the sum of the three. `content`: tokens of the cached content that the
+    prompt begins with, which count as cached."""
     used = [emission.usage or Usage(0, 0) for emission in emissions]
-    prompt, cached = used[0].prompt_tokens, used[0].cached_tokens
+    prompt, cached = used[0].prompt_tokens, max(used[0].cached_tokens, content)
     thoughts = sum(one.thought_tokens for one in used)
     candidates = sum(one.completion_tokens for one in used) - thoughts
     out: dict[str, Any] = {"promptTokenCount": prompt}

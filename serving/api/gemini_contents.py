@@ -45,14 +45,15 @@ def messages_of(contents: Sequence[Content] | None, system: Content | None, *, w
     if not contents:
         raise bad_request(f"* {where}: contents is not specified", where, "missing_field")
     turns = _Turns()
-    if system is not None and (text := _system_text(system, where.replace("contents", "systemInstruction"))):
+    if system is not None and (text := system_text(system, where.replace("contents", "systemInstruction"))):
         turns.out.append({"role": "system", "content": text})
     for i, content in enumerate(contents):
         turns.add(content, f"{where}[{i}]")
     return turns.done(where)
 
 
-def _system_text(system: Content, where: str) -> str:
+def system_text(system: Content, where: str) -> str:
+    """The text of a system instruction."""
     texts = []
     for i, part in enumerate(system.parts or ()):
         place = f"{where}.parts[{i}]"

@@ -69,9 +69,9 @@ def check_body(body: GenerateBody, where: str = "") -> None:
     service tier and `store` change nothing in an answer and are accepted."""
     if body.cached_content is not None:
         name = f"{where}cachedContent"
-        if not body.cached_content.startswith("cachedContents/"):
-            raise invalid(name, "expected 'cachedContents/ID'")
-        raise unsupported(name, f"'{name}': cached contents are not supported; send the contents themselves")
+        for field in ("system_instruction", "tools", "tool_config"):
+            if getattr(body, field) is not None:
+                raise invalid(f"{where}{to_camel(field)}", f"it cannot be given with {name}: it belongs to the content")
     if body.continuation_token is not None:
         name = f"{where}continuationToken"
         raise unsupported(name, f"'{name}': this server has given out no such token; leave it out")

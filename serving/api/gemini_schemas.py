@@ -213,6 +213,27 @@ class GenerateBody(Message):
     continuation_token: str | None = None
 
 
+class CachedBody(Message):
+    """Body of a new cached content: the beginning of a prompt."""
+
+    model: str | None = None
+    contents: Messages[Content] | None = None
+    system_instruction: Content | None = None
+    tools: Messages[Tool] | None = None
+    tool_config: ToolConfig | None = None
+    display_name: str | None = None
+    ttl: str | None = None
+    expire_time: str | None = None
+
+
+class ExpiryBody(Message):
+    """Body of a change of a cached content. The name may be repeated."""
+
+    ttl: str | None = None
+    expire_time: str | None = None
+    name: str | None = None
+
+
 class CountBody(Message):
     """Body of `countTokens`: the contents, with the rest of a request beside them or around them."""
 

@@ -67,6 +67,7 @@ class Stream:
     heartbeat: float
     told: dict[str, str]
     notes: dict[str, Any]
+    cached: int = 0
 
     async def events(self, reply: Reply, batch: Batch) -> AsyncIterator[bytes]:
         """The events, one for each step that has something to tell. `batch` is what has come already."""
@@ -89,7 +90,12 @@ class Stream:
         emissions = [ended[index] for index in range(len(self.candidates))]
         self.notes.update(outcome(emissions))
         told = {**self.told, **metadata(emissions, self.loaded.engine.system_fingerprint)}
-        return {"candidates": pieces, "usageMetadata": usage_metadata(emissions), **same, "umbraMetadata": told}
+        return {
+            "candidates": pieces,
+            "usageMetadata": usage_metadata(emissions, self.cached),
+            **same,
+            "umbraMetadata": told,
+        }
 
     def _pieces(self, batch: Batch, ended: dict[int, Emission]) -> tuple[list[dict[str, Any]], ApiError | None]:
         """The candidates of the next event, and the error that follows it. Those that finish go into `ended`."""

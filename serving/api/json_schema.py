@@ -34,7 +34,7 @@ def schema_grammar(schema: Any, where: str) -> Grammar:
     close = not _uses(schema, where, 0)
     try:
         return Grammar.json_schema(_made(schema, close)).named(where)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad_request(f"Invalid '{where}': {error}.", where, "invalid_value") from None
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import model_not_found
-from .gemini import METHODS
+from .gemini import EMBEDDING, METHODS
 from .gemini_options import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, MAX_TEMPERATURE
 from .service import Loaded
 
@@ -25,7 +25,9 @@ def describe(loaded: Loaded) -> dict[str, Any]:
         "displayName": loaded.name,
         "inputTokenLimit": context - 1,
         "outputTokenLimit": context - 1,
-        "supportedGenerationMethods": list(METHODS),
+        "supportedGenerationMethods": [
+            name for name in METHODS if name not in EMBEDDING or loaded.engine.config.embeddings
+        ],
         "temperature": DEFAULT_TEMPERATURE,
         "maxTemperature": MAX_TEMPERATURE,
         "topP": DEFAULT_TOP_P,

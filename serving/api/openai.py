@@ -22,7 +22,7 @@ from ..engine.thoughts import Thinking
 from .bridge import Reply
 from .errors import openai_body
 from .middleware import request_info
-from .reporting import effort_notes, outcome, timing_headers
+from .reporting import effort_notes, metadata, outcome, timing_headers
 from .schemas import SamplingBody
 from .service import Loaded, Service, failure, gather
 from .stream import KEEP_ALIVE, EventStream, Watch, event
@@ -109,7 +109,7 @@ async def respond(request: Request, service: Service, call: Call) -> Response:
             return _whole(call, emissions, headers)
         handed_over = True
         return EventStream(
-            _chunks(call, reply, service.config.heartbeat, notes),
+            _chunks(call, reply, service.config.heartbeat, notes, effort),
             reply=reply,
             watch=watch,
             error_event=lambda error: event(openai_body(error)),
@@ -132,8 +132,11 @@ def _whole(call: Call, emissions: Sequence[Emission], headers: dict[str, str]) -
     return Response(to_json(answer), media_type="application/json", headers=headers)
 
 
-async def _chunks(call: Call, reply: Reply, heartbeat: float, notes: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The events of a stream. What one step emitted goes out as one write."""
+async def _chunks(
+    call: Call, reply: Reply, heartbeat: float, notes: dict[str, Any], told: dict[str, str]
+) -> AsyncIterator[bytes]:
+    """The events of a stream. What one step emitted goes out as one write. `told` is what the chunk that ends the last
+    choice says of the effort, beside times."""
     head = call.head()
     no_usage: dict[str, Any] = {"usage": None} if call.include_usage else {}
     ended: dict[int, Emission] = {}
@@ -141,19 +144,22 @@ async def _chunks(call: Call, reply: Reply, heartbeat: float, notes: dict[str, A
         batch = await reply.take(heartbeat)
         if not batch:
             yield KEEP_ALIVE
-        out, error = b"", None
+        chunks: list[dict[str, Any]] = []
+        error = None
         for index, emission in batch:
             if (error := failure(emission)) is not None:
                 emission = dataclasses.replace(emission, finish_reason=None)  # its text is still sent
             if error is None or emission.text or emission.thought:
-                for piece in call.shape.pieces(index, emission):
-                    out += event({**head, "choices": [piece], **no_usage})
+                chunks += [{**head, "choices": [piece], **no_usage} for piece in call.shape.pieces(index, emission)]
             if error is not None:
                 break
             if emission.finish_reason is not None:
                 ended[index] = emission
-        if out:
-            yield out
+        if chunks and len(ended) == call.choices:
+            emissions = [ended[index] for index in range(call.choices)]
+            chunks[-1]["umbraMetadata"] = {**told, **metadata(emissions, head["system_fingerprint"])}
+        if chunks:
+            yield b"".join(map(event, chunks))
         if error is not None:
             raise error
     emissions = [ended[index] for index in range(call.choices)]

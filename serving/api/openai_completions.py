@@ -35,10 +35,10 @@ async def completions(request: Request, service: Service) -> Response:
 def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     body = parse(CompletionBody, data)
     ignored = check_options(body, service, loaded)
-    prompts = _prompts(body)
+    prompts = prompts_of(body.prompt, "prompt")
     _check(body, len(prompts), loaded.max_choices(service.config))
     for i, prompt in enumerate(prompts):
-        _check_prompt(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", loaded)
+        check_prompt(prompt, "prompt" if len(prompts) == 1 else f"prompt[{i}]", loaded)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     logprobs = check_logprobs(body.logprobs, "logprobs")
     params = sampling_params(
@@ -51,7 +51,7 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     def prepare() -> list[Prepared]:
         if body.echo:
             shape.echoed = [_text(loaded, prompt) for prompt in prompts]
-        return [Prepared(_encode(loaded, prompt, bool(body.parse_special)), params) for prompt in prompts]
+        return [Prepared(encode(loaded, prompt, bool(body.parse_special), "prompt"), params) for prompt in prompts]
 
     return Call(
         body=body,
@@ -64,29 +64,30 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     )
 
 
-def _prompts(body: CompletionBody) -> list[Prompt]:
-    """The prompts as a list."""
-    prompt = body.prompt
+def prompts_of(prompt: str | Sequence[Any], param: str) -> list[Prompt]:
+    """The prompts of the field `param` as a list."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
+        return [prompt]  # type: ignore[list-item]
     if not prompt:
-        raise _empty()
-    return list(prompt)  # type: ignore[arg-type]
+        raise _empty(param)
+    return list(prompt)
 
 
-def _empty() -> ApiError:
-    return bad_request("Invalid 'prompt': empty array. Expected at least one token or text.", "prompt", "empty_array")
+def _empty(param: str) -> ApiError:
+    message = f"Invalid '{param}': empty array. Expected at least one token or text."
+    return bad_request(message, param, "empty_array")
 
 
-def _check_prompt(prompt: Prompt, name: str, loaded: Loaded) -> None:
+def check_prompt(prompt: Prompt, name: str, loaded: Loaded) -> None:
     """Token ids must be tokens of the vocabulary, and few enough to be looked at; text needs a tokenizer."""
+    param = name.partition("[")[0]
     if isinstance(prompt, str):
         if loaded.model.tokenizer is None:
-            raise unsupported("prompt", f"The model '{loaded.name}' has no tokenizer; supported: arrays of token ids")
+            raise unsupported(param, f"The model '{loaded.name}' has no tokenizer; supported: arrays of token ids")
     elif not prompt:
-        raise _empty()
+        raise _empty(param)
     elif len(prompt) >= loaded.engine.context_length:
-        raise context_exceeded("prompt", str(len(prompt)), loaded.engine.context_length)
+        raise context_exceeded(param, str(len(prompt)), loaded.engine.context_length)
     else:
         check_ids(prompt, loaded.vocab_size, name)
 
@@ -108,15 +109,15 @@ def _check(body: CompletionBody, prompts: int, max_choices: int) -> None:
         raise unsupported("echo", message)
 
 
-def _encode(loaded: Loaded, prompt: Prompt, special: bool) -> Sequence[int]:
+def encode(loaded: Loaded, prompt: Prompt, special: bool, param: str) -> Sequence[int]:
     if not isinstance(prompt, str):
         return prompt
-    loaded.check_length([prompt], "prompt")
+    loaded.check_length([prompt], param)
     tokenizer = loaded.model.tokenizer
     ids = tokenizer.encode(prompt, special=special, add_bos=tokenizer.add_bos)
     if not ids:
         raise bad_request(
-            "Invalid 'prompt': expected at least one token, but got an empty text.", "prompt", "empty_string"
+            f"Invalid '{param}': expected at least one token, but got an empty text.", param, "empty_string"
         )
     return ids
 

@@ -56,10 +56,7 @@ _HARMLESS = {
 
 def check_options(body: SamplingBody, service: Service, loaded: Loaded) -> list[str]:
     """Refuse what cannot be honoured; the keys that are unknown and therefore ignored."""
-    if body.model != loaded.name and body.model != loaded.model.name:
-        if not body.model:
-            raise bad_request("you must provide a model parameter", "model", "missing_required_parameter")
-        raise model_not_found(body.model[:100], loaded.name)
+    check_model_named(body.model, loaded)
     extra = body.model_extra or {}
     from_body(extra)
     for name, (harmless, message) in _UNSUPPORTED.items():
@@ -76,6 +73,14 @@ def check_options(body: SamplingBody, service: Service, loaded: Loaded) -> list[
         raise bad_request(message, "stop", "array_above_max_length")
     known = (*_UNSUPPORTED, *_HARMLESS, *FIELDS)
     return [name for name in extra if name not in known]
+
+
+def check_model_named(name: str, loaded: Loaded) -> None:
+    """The model of a body must be the one that is served."""
+    if name not in (loaded.name, loaded.model.name):
+        if not name:
+            raise bad_request("you must provide a model parameter", "model", "missing_required_parameter")
+        raise model_not_found(name[:100], loaded.name)
 
 
 def check_logprobs(count: int | None, name: str) -> int | None:

@@ -12,14 +12,17 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 
+from ...cache.database import NotFound
+from ...cache.interactions import Interaction
 from ..effort import Effort, Prepared, ask
 from ..engine.grammar import Grammar
-from ..engine.request import Emission, SamplingParams, TokenLogprob
+from ..engine.request import SamplingParams, TokenLogprob
 from .answer_form import answer_grammar
 from .body import read_json
-from .bridge import Reply
+from .bridge import failure
 from .conversation import Conversation, check_model
 from .errors import ApiError, bad_request, context_exceeded, unsupported
+from .eventlog import EventLog
 from .logprobs import aligner, finite, token_bytes
 from .middleware import request_info
 from .openai_format import asked_form
@@ -27,12 +30,17 @@ from .openai_options import check_logprobs, check_options, out_of_range, samplin
 from .openai_tools import flat_tools
 from .reporting import effort_notes, outcome, timing_headers
 from .responses_body import ResponsesBody, input_items, messages_of
-from .responses_events import Event, Listed, ResponseWriter, answer_messages, encode
-from .responses_store import StoredResponse
+from .responses_events import Listed, ResponseWriter
+from .runs import Plan, Reader
 from .schemas import parse
-from .service import Loaded, Service, failure, gather
+from .service import Loaded, Service
+from .stored import Stored, find, record, thinking_of, turn_of
+from .stored import tools_of as stored_tools
 from .stream import KEEP_ALIVE, EventStream, Watch
 from .tool_calls import Tools, tool_format
+from .turns import Turn, conversation_of
+
+API = "responses"
 
 _INCLUDABLE = (
     "message.output_text.logprobs",
@@ -52,41 +60,65 @@ _MAX_PAGE = 100
 class Call:
     """A request that has been checked and only needs running."""
 
+    id: str
     body: ResponsesBody
     loaded: Loaded
     conversation: Conversation
     params: SamplingParams
     effort: Effort
     tools: Tools | None
+    turn: Turn | None
     items: list[dict[str, Any]]
-    messages: list[dict[str, Any]]  # of the conversation, without instructions
+    messages: list[dict[str, Any]]  # the new ones
     names: dict[str, str]
     ignored: list[str]
+
+    def plan(self) -> Plan:
+        body = self.body
+        return Plan(
+            api=API,
+            id=self.id,
+            model=self.loaded.name,
+            prepare=self.prepare,
+            writer=self._writer,
+            request=self._request,
+            parent=body.previous_response_id,
+            stored=body.store is not False,
+            background=bool(body.background),
+        )
 
     def prepare(self) -> Prepared:
         """For a worker."""
         return self.conversation.prepare(self.loaded, self.params, self.effort)
 
-    def writer(self, prepared: Prepared) -> ResponseWriter:
+    @property
+    def _summary(self) -> bool:
         reasoning = self.body.reasoning
-        summary = (reasoning.model_extra or {}).get("summary") if reasoning is not None else None
-        thinking = prepared.params.thinking
+        return reasoning is not None and (reasoning.model_extra or {}).get("summary") is not None
+
+    def _writer(self, prepared: Prepared) -> ResponseWriter:
         return ResponseWriter(
             self._response(),
-            thinks=thinking is not None,
-            summary=summary is not None,
+            thinks=prepared.params.thinking is not None,
+            summary=self._summary,
             tools=self.tools,
             listed=_listing(self.loaded, prepared.params) if self.params.logprobs is not None else None,
         )
 
+    def _request(self, prepared: Prepared) -> dict[str, Any]:
+        return record(
+            API, prepared, turn=self.turn, messages=self.messages, system=self.body.instructions or "",
+            tools=self.tools, names=self.names, shown=self._summary, items=self.items,
+        )  # fmt: skip
+
     def _response(self) -> dict[str, Any]:
         body, params, reasoning = self.body, self.params, self.body.reasoning
         return {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
-            "background": False,
+            "background": bool(body.background),
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -112,6 +144,14 @@ class Call:
         }
 
 
+def revive(loaded: Loaded, row: Interaction) -> ResponseWriter:
+    """A writer for a stored response."""
+    response = {**row.request["resource"], "output": []}
+    thinks = thinking_of(row) is not None
+    tools = stored_tools(loaded, row)
+    return ResponseWriter(response, thinks=thinks, summary=row.request["shown"], tools=tools, listed=None)
+
+
 async def create_response(request: Request, service: Service) -> Response:
     call = await _read_call(request, service)
     return await _run(request, service, call)
@@ -126,29 +166,57 @@ async def count_input_tokens(request: Request, service: Service) -> Response:
 
 async def retrieve_response(request: Request, service: Service, response_id: str) -> Response:
     """The response, or with `stream=true` its events again, those after `starting_after`."""
-    stored = _stored(request, service, response_id)
     query = request.query_params
-    if query.get("stream", "false").lower() != "true":
-        return JSONResponse(stored.response)
-    after = _number(query.get("starting_after", "-1"), "starting_after", -1, len(stored.events) - 1)
-    data = b"".join(stored.events[after + 1 :])
+    streamed = query.get("stream", "false").lower() == "true"
+    run = service.runs.find(request_info(request.scope).tenant, response_id, API)
+    if run is not None and run.plan.stored:
+        if not streamed:
+            return JSONResponse(await run.snapshot())
+        return _stream(request, service, run.reader(_after(request, run.log)), {})
+    stored = await _stored(request, service, response_id)
+    if not streamed:
+        return JSONResponse(stored.resource)
+    data = b"".join(stored.log.after(_after(request, stored.log)))
     return Response(data, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
+def _after(request: Request, log: EventLog) -> int:
+    number = _number(request.query_params.get("starting_after", "-1"), "starting_after", -1, log.next - 1)
+    if not log.has(number):
+        raise bad_request("What follows this event is not kept any more.", "starting_after", "invalid_value")
+    return number
+
+
 async def delete_response(request: Request, service: Service, response_id: str) -> Response:
-    if not service.responses.delete(request_info(request.scope).tenant, response_id):
-        raise _not_found(response_id)
+    tenant = request_info(request.scope).tenant
+    run = service.runs.find(tenant, response_id, API)
+    if run is None or not run.plan.stored:
+        await _stored(request, service, response_id)
+    try:
+        await service.runs.delete(tenant, response_id)
+    except NotFound:
+        raise _not_found(response_id) from None
     return JSONResponse({"id": response_id, "object": "response.deleted", "deleted": True})
 
 
 async def cancel_response(request: Request, service: Service, response_id: str) -> Response:
-    """Responses run only while their client waits, and that is how they are cancelled."""
-    _stored(request, service, response_id)
-    raise bad_request("Only background responses can be cancelled; this one has ended.", "response_id")
+    """End a response that runs in the background; one that has ended stays as it is."""
+    run = service.runs.find(request_info(request.scope).tenant, response_id, API)
+    resource = run.resource if run is not None else (await _stored(request, service, response_id)).resource
+    if not resource["background"]:
+        raise bad_request("Only background responses can be cancelled.", "response_id")
+    if run is not None:
+        run.stop("cancelled")
+        await run.done()
+    return JSONResponse(resource)
 
 
 async def list_input_items(request: Request, service: Service, response_id: str) -> Response:
-    items = _stored(request, service, response_id).input_items
+    run = service.runs.find(request_info(request.scope).tenant, response_id, API)
+    if run is not None and run.plan.stored:
+        items = run.plan.request(run.prepared)["items"]
+    else:
+        items = (await _stored(request, service, response_id)).row.request["items"]
     query = request.query_params
     order, after = query.get("order", "desc"), query.get("after")
     if order not in ("asc", "desc"):
@@ -173,8 +241,8 @@ async def list_input_items(request: Request, service: Service, response_id: str)
     )
 
 
-def _stored(request: Request, service: Service, response_id: str) -> StoredResponse:
-    stored = service.responses.get(request_info(request.scope).tenant, response_id)
+async def _stored(request: Request, service: Service, response_id: str) -> Stored:
+    stored = await find(service, request_info(request.scope).tenant, response_id, API, revive)
     if stored is None:
         raise _not_found(response_id)
     return stored
@@ -196,20 +264,24 @@ def _number(text: str, name: str, low: int, high: int) -> int:
 
 async def _read_call(request: Request, service: Service) -> Call:
     loaded, tenant = service.loaded, request_info(request.scope).tenant
+    body = await read_json(request, service, lambda data: _parse(data, loaded))
+    turn = None
+    if body.previous_response_id is not None:
+        turn = await _previous_turn(service, tenant, body.previous_response_id)
+    return await service.offload(lambda: _call(body, service, loaded, turn))
 
-    def stored(response_id: str) -> StoredResponse:
-        found = service.responses.get(tenant, response_id)
-        if found is None:
-            message = f"Previous response with id '{response_id[:80]}' not found."
-            raise bad_request(message, "previous_response_id", "previous_response_not_found")
-        return found
 
-    def call(data: dict[str, Any]) -> Call:
-        body = _parse(data, loaded)
-        previous = stored(body.previous_response_id) if body.previous_response_id is not None else None
-        return _call(body, service, loaded, previous)
-
-    return await read_json(request, service, call)
+async def _previous_turn(service: Service, tenant: str, response_id: str) -> Turn:
+    param = "previous_response_id"
+    run = service.runs.find(tenant, response_id, API)
+    if run is not None and run.plan.stored and not run.ended:
+        message = f"Previous response with id '{response_id[:80]}' is still in progress."
+        raise bad_request(message, param, "previous_response_in_progress")
+    stored = await find(service, tenant, response_id, API, revive)
+    if stored is None:
+        message = f"Previous response with id '{response_id[:80]}' not found."
+        raise bad_request(message, param, "previous_response_not_found")
+    return turn_of(stored, service.conversations, tenant)
 
 
 def _parse(data: dict[str, Any], loaded: Loaded) -> ResponsesBody:
@@ -219,27 +291,28 @@ def _parse(data: dict[str, Any], loaded: Loaded) -> ResponsesBody:
     return parse(ResponsesBody, data)
 
 
-def _call(body: ResponsesBody, service: Service, loaded: Loaded, previous: StoredResponse | None) -> Call:
+def _call(body: ResponsesBody, service: Service, loaded: Loaded, turn: Turn | None) -> Call:
+    """In a worker."""
     ignored = check_options(body, service, loaded)
     _check_supported(body)
     check_model(loaded)
     form = tool_format(loaded.model.chat_template)
     tools = flat_tools(body.tools, body.tool_choice, form, parallel=body.parallel_tool_calls)
-    names = dict(previous.names) if previous is not None else {}
+    names = dict(turn.names) if turn is not None else {}
     items = input_items(body.input)
-    told = [
-        *(previous.messages if previous is not None else ()),
-        *messages_of(items, names=names),
-    ]
+    told = messages_of(items, names=names)
     if not told:
         raise bad_request("Invalid 'input': it must not be empty.", "input", "empty_array")
-    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     text = asked_form(body, (body.text or {}).get("format"), "text.format")
     return Call(
+        id=f"resp_{uuid.uuid4().hex}",
         body=body,
         loaded=loaded,
-        conversation=Conversation(
-            [*system, *told],
+        conversation=conversation_of(
+            loaded,
+            turn,
+            told,
+            body.instructions or "",
             None if tools is None else tools.descriptions,
             field="input",
             thinking_field="reasoning.effort",
@@ -247,6 +320,7 @@ def _call(body: ResponsesBody, service: Service, loaded: Loaded, previous: Store
         params=_params(body, loaded, answer_grammar(tools, text)),
         effort=_effort(body, service.config.level),
         tools=tools,
+        turn=turn,
         items=items,
         messages=told,
         names=names,
@@ -280,8 +354,8 @@ def _effort(body: ResponsesBody, default_level: str) -> Effort:
 def _check_supported(body: ResponsesBody) -> None:
     """Refuse what would change the answer and cannot be honoured."""
     extra, text = body.model_extra or {}, body.text or {}
-    if body.background:
-        raise unsupported("background", "'background' is not supported; supported: false")
+    if body.background and body.store is False:
+        raise bad_request("Background responses must be stored: 'store' is false.", "background", "invalid_value")
     if body.n not in (None, 1):
         raise unsupported("n", "'n' is not supported; supported: 1")
     if body.max_tokens is not None:
@@ -319,85 +393,49 @@ def _listing(loaded: Loaded, params: SamplingParams) -> Listed:
 
 
 async def _run(request: Request, service: Service, call: Call) -> Response:
-    """Run the request and answer it, streamed or whole. The engine's work ends when the client goes."""
-    reply = service.new_reply()
-    watch = Watch(request, reply)
+    """Run the request and answer it, streamed or whole. The engine's work ends when the client goes, unless it was
+    asked for in the background."""
     info = request_info(request.scope)
-    handed_over = False
+    run = await service.runs.start(call.plan(), info.tenant)
+    told = effort_notes(run.prepared)
+    info.notes.update(prompt_tokens=len(run.prepared.prompt), **told)
+    headers = {f"x-umbra-{name}": value for name, value in told.items()}
+    headers["x-umbra-prompt-tokens"] = str(len(run.prepared.prompt))
+    if call.body.stream:
+        return _stream(request, service, run.reader(), headers)
+    if call.body.background:
+        return Response(to_json(run.resource), media_type="application/json", headers=headers)
+    reader = run.reader()
+    watch = Watch(request, reader)
     try:
-        (prepared,) = await service.submit(reply, lambda: [call.prepare()], 1, "input")
-        told = effort_notes(prepared)
-        info.notes.update(prompt_tokens=len(prepared.prompt), **told)
-        headers = {f"x-umbra-{name}": value for name, value in told.items()}
-        headers["x-umbra-prompt-tokens"] = str(len(prepared.prompt))
-        writer = call.writer(prepared)
-        run = _Run(service, call, writer, info.tenant, info.notes)
-        if not call.body.stream:
-            (emission,) = await gather(reply, 1)
-            run.take(writer.begin() + writer.push(emission) + writer.end(emission))
-            run.finish(emission)
-            headers |= timing_headers(emission)
-            return Response(to_json(writer.response), media_type="application/json", headers=headers)
-        handed_over = True
-        return EventStream(
-            run.stream(reply, service.config.heartbeat),
-            reply=reply,
-            watch=watch,
-            error_event=lambda error: b"".join(encode(event) for event in writer.fail(error)),
-            send_timeout=service.config.send_timeout,
-            headers=headers,
-        )
+        await reader.end()
     finally:
-        if not handed_over:
-            reply.close()
-            await watch.stop()
+        await watch.stop()
+        reader.close()
+    assert run.last is not None
+    info.notes.update(outcome([run.last]))
+    if run.ending != "finished" and (error := failure(run.last)) is not None:
+        raise error
+    return Response(to_json(run.resource), media_type="application/json", headers=headers | timing_headers(run.last))
 
 
-class _Run:
-    """A response while it is made; stored when it is complete, if its client wants that."""
+def _stream(request: Request, service: Service, reader: Reader, headers: dict[str, str]) -> EventStream:
+    run = reader.run
+    info = request_info(request.scope)
 
-    def __init__(
-        self, service: Service, call: Call, writer: ResponseWriter, tenant: str, notes: dict[str, Any]
-    ) -> None:
-        self._service, self._call, self._writer, self._tenant, self._notes = service, call, writer, tenant, notes
-        self._events: list[bytes] = []
+    async def events() -> AsyncIterator[bytes]:
+        async for piece in reader.pieces(service.config.heartbeat, KEEP_ALIVE):
+            yield piece
+        if run.last is not None:
+            info.notes.update(outcome([run.last]))
 
-    def take(self, events: list[Event]) -> bytes:
-        encoded = [encode(event) for event in events]
-        self._events += encoded
-        return b"".join(encoded)
-
-    async def stream(self, reply: Reply, heartbeat: float) -> AsyncIterator[bytes]:
-        """The events; what one step emitted goes out as one write."""
-        writer = self._writer
-        yield self.take(writer.begin())
-        while True:
-            batch = await reply.take(heartbeat)
-            if not batch:
-                yield KEEP_ALIVE
-                continue
-            ((_, emission),) = batch
-            if (error := failure(emission)) is not None:
-                rest = self.take(writer.push(dataclasses.replace(emission, finish_reason=None)))
-                if rest:
-                    yield rest
-                raise error
-            out = self.take(writer.push(emission))
-            if emission.finish_reason is not None:
-                out += self.take(writer.end(emission))
-                self.finish(emission)
-                yield out
-                return
-            if out:
-                yield out
-
-    def finish(self, emission: Emission) -> None:
-        self._notes.update(outcome([emission]))
-        call, response = self._call, self._writer.response
-        if call.body.store is False:
-            return
-        answers, called = answer_messages(response["output"])
-        messages = [*call.messages, *answers]
-        stored = StoredResponse(response, messages, {**call.names, **called}, call.items, self._events)
-        size = sum(map(len, self._events)) + len(to_json(messages)) + len(to_json(call.items))
-        self._service.responses.put(self._tenant, stored, size)
+    return EventStream(
+        events(),
+        reply=reader,
+        watch=Watch(request, reader),
+        error_event=lambda error: b"".join(
+            run.writer.encode(event, run.log.next + i) for i, event in enumerate(run.writer.fail(error))
+        ),
+        send_timeout=service.config.send_timeout,
+        headers=headers,
+    )

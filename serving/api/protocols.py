@@ -10,12 +10,17 @@ from starlette.types import Scope
 
 from .errors import ApiError, openai_body
 from .google_errors import google_body
+from .interaction_errors import interaction_body
 
 _GOOGLE_PATH = re.compile(r"/v1(?:beta|alpha)(?:/.*)?|/v1/cachedContents(?:/.*)?|/models/.*|/.*:[A-Za-z]+")
+
+_INTERACTIONS_PATH = re.compile(r"/v1(?:beta|alpha)?/interactions(?:/.*)?")
 
 
 def error_body(scope: Scope, error: ApiError) -> dict[str, Any]:
     """`error` as a client of the request's protocol reads it."""
+    if _INTERACTIONS_PATH.fullmatch(scope["path"]):
+        return interaction_body(error)
     return google_body(error) if speaks_google(scope) else openai_body(error)
 
 

@@ -10,29 +10,31 @@ from pydantic_core import from_json, to_json
 
 from ..engine.request import Emission, Usage
 from .errors import ApiError
+from .eventlog import Event
+from .runs import Ending
 from .stream import event as data_event
+from .stream import event_data
 from .tool_calls import CallParser, Piece, ToolCall, Tools, written
 
-Event = dict[str, Any]
 Listed = Callable[[Emission], list[dict[str, Any]]]
 """Gives the log-probabilities of the tokens whose text has come with an emission."""
 
 _CUT = ("max_tokens", "context_length")
+_PIECES = (b"event: response.output_text.delta", b"event: response.reasoning_summary_text.delta")
 
 
 class ResponseWriter:
     """Turns emissions into items and events. How tokens are grouped into emissions changes no item.
 
-    `response` is the object as clients see it; it is complete after `end`. `thinks`: the answer begins with thoughts,
+    `resource` is the object as clients see it; it is complete after `end`. `thinks`: the answer begins with thoughts,
     which become a reasoning item, whose summary they are if `summary`.
     """
 
     def __init__(
         self, response: dict[str, Any], *, thinks: bool, summary: bool, tools: Tools | None, listed: Listed | None
     ) -> None:
-        self.response = response
+        self.resource = response
         self._output: list[dict[str, Any]] = response["output"]
-        self._sequence = 0
         self._summary = summary
         self._listed = listed
         self._names = tools.names if tools is not None else frozenset()
@@ -63,35 +65,58 @@ class ResponseWriter:
             events += self._piece(piece)
         return events
 
-    def end(self, emission: Emission) -> list[Event]:
-        """The last events, for an answer that has finished."""
-        cut = emission.finish_reason in _CUT
+    def end(self, emission: Emission, ending: Ending) -> list[Event]:
+        """The last events, for an answer that has finished or was stopped."""
+        cut = ending != "finished" or emission.finish_reason in _CUT
         events = []
         if self._open is None and not self._output or (self._open == "reasoning" and not cut):
             events += self._message()
         events += self._close("incomplete" if cut else "completed")
-        self.response["status"] = "incomplete" if cut else "completed"
-        if cut:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.response["usage"] = usage(emission.usage or Usage(0, 0))
-        return [*events, self._event(f"response.{self.response['status']}", response=self._snapshot())]
+        self.resource["status"] = "cancelled" if ending == "cancelled" else "incomplete" if cut else "completed"
+        if self.resource["status"] == "incomplete":
+            reason = "max_output_tokens" if ending == "finished" else "interrupted"
+            self.resource["incomplete_details"] = {"reason": reason}
+        self.resource["usage"] = usage(emission.usage or Usage(0, 0))
+        kind = "response.incomplete" if cut else "response.completed"
+        return [*events, self._event(kind, response=self._snapshot())]
 
     def fail(self, error: ApiError) -> list[Event]:
         """The last events, for an answer that has failed."""
         code = error.code or "server_error"
-        self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        self.resource |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return [
             self._event("error", code=code, message=error.message, param=error.param),
             self._event("response.failed", response=self._snapshot()),
         ]
 
+    def not_stored(self, events: list[Event], error: ApiError) -> None:
+        self.resource["store"] = False
+        events[-1]["response"]["store"] = False
+
+    def encode(self, event: Event, number: int) -> bytes:
+        return encode({"type": event["type"], "sequence_number": number, **event})
+
+    @staticmethod
+    def merge(first: bytes, second: bytes) -> bytes | None:
+        """Neighbouring pieces of one text."""
+        if first.partition(b"\n")[0] not in _PIECES or first.partition(b"\n")[0] != second.partition(b"\n")[0]:
+            return None
+        one, two = event_data(first), event_data(second)
+        if any(one.get(key) != two.get(key) for key in ("item_id", "content_index", "summary_index")):
+            return None
+        merged = {**two, "delta": one["delta"] + two["delta"]}
+        if "logprobs" in two:
+            merged["logprobs"] = one["logprobs"] + two["logprobs"]
+        return encode(merged)
+
+    def told(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        return answer_messages(self._output)
+
     def _event(self, kind: str, **fields: Any) -> Event:
-        event = {"type": kind, "sequence_number": self._sequence, **fields}
-        self._sequence += 1
-        return event
+        return {"type": kind, **fields}
 
     def _snapshot(self) -> dict[str, Any]:
-        return {**self.response, "output": [*self._output]}
+        return {**self.resource, "output": [*self._output]}
 
     def _add(self, item: dict[str, Any]) -> list[Event]:
         events = self._close("completed")

@@ -117,6 +117,15 @@ class CompletionBody(SamplingBody):
     """Our own: names of special tokens in a text prompt become those tokens."""
 
 
+class EmbeddingBody(_Body):
+    """`input`: like `prompt` of completions. `dimensions`: the first so many."""
+
+    model: str
+    input: str | Array[str] | Array[int] | Array[Array[int]]
+    encoding_format: str | None = None
+    dimensions: int | None = None
+
+
 M = TypeVar("M", bound=BaseModel)
 
 

@@ -94,6 +94,7 @@ def run(service: Service, sock: socket.socket, load: Load, on_ready: Callable[[]
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=math.ceil(_AFTER_CANCEL),
+        ws_max_size=service.config.max_body,
         ssl_certfile=tls.cert if tls else None,
         ssl_keyfile=tls.key if tls else None,
     )
@@ -137,6 +138,9 @@ class _Process:
         watch = asyncio.create_task(self._watch_engine())
         await self._server.serve(sockets=[sock])
         watch.cancel()
+        with contextlib.suppress(TimeoutError):  # what was cancelled is still being stored
+            async with asyncio.timeout(_AFTER_CANCEL):
+                await self._service.runs.drain()
         self._service.close()
 
     def finish(self) -> None:

@@ -24,10 +24,11 @@ from ...model.thinking import Thinker
 from ..effort import EXACT, Policy, Prepared, lossy_policies
 from ..engine.request import LOCAL, Emission, Keep, SamplingParams, Sink
 from ..metrics import EngineMetrics, HttpMetrics
-from .bridge import Bridge, Reply, merge
+from .bridge import Bridge, Reply, failure, merge
 from .context import RequestInfo, current
-from .errors import ApiError, ClientGone, context_exceeded, from_engine, unavailable
-from .responses_store import ResponseStore
+from .conversations import Conversations
+from .errors import ClientGone, context_exceeded, from_engine, unavailable
+from .runs import Runs
 from .wishes import check_cap, too_late
 
 if TYPE_CHECKING:
@@ -143,9 +144,10 @@ class Service:
         self.progress = "starting"
         self.stopping = False
         self.inflight = 0
+        self.runs = Runs(self)
+        self._conversations: Conversations | None = None
         self.on_stop: list[Callable[[], Awaitable[None]]] = []
         """What is to be done when a stop signal has come, all at once, within the grace of running answers."""
-        self.responses = ResponseStore(self.config.max_stored)
         self._loaded: Loaded | None = None
         self._bridge: Bridge | None = None
         self._workers = ThreadPoolExecutor(self.config.workers, thread_name_prefix="api-worker")
@@ -157,7 +159,16 @@ class Service:
             if policy.cost:
                 log.warning("level %s: %s", name, policy.cost)
         _ = loaded.longest_token, loaded.thinker  # found here, not during the first request
+        self._conversations = Conversations(engine.store, loaded.name, self.config.max_stored)
+        if not self._conversations.durable:
+            log.warning("no state folder: stored conversations are kept in memory and end with this process")
         self._loaded = loaded
+
+    @property
+    def conversations(self) -> Conversations:
+        """Where conversations are kept; there once the model is."""
+        assert self._conversations is not None
+        return self._conversations
 
     @property
     def status(self) -> Literal["starting", "ready", "stopping", "failed"]:
@@ -289,13 +300,3 @@ async def gather(reply: Reply, choices: int) -> list[Emission]:
                 if (error := failure(emission)) is not None:
                     raise error
     return [merge(parts[index]) for index in range(choices)]
-
-
-def failure(emission: Emission) -> ApiError | None:
-    """The error that an emission ends its request with, if it does: an engine failure or the server's shutdown."""
-    if emission.finish_reason == "error":
-        log.error("an answer failed: %s", emission.error or "no reason given")  # may tell what clients must not know
-        return ApiError(500, "The engine failed while answering", kind="server_error", code="engine_error")
-    if emission.finish_reason == "cancelled":
-        return unavailable("The server cancelled the request", "cancelled", 5.0)
-    return None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .bridge import Reply
 from .errors import ApiError, ClientGone, internal
 from .middleware import log_failure, request_info
 
@@ -29,16 +28,27 @@ def event(data: Any) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
+def event_data(encoded: bytes) -> Any:
+    """The data of an event that was encoded."""
+    return from_json(encoded.partition(b"data: ")[2])
+
+
+class Closable(Protocol):
+    """What somebody reads: a reply, or a reader of a run."""
+
+    def close(self) -> None: ...
+
+
 class Watch:
     """Waits for the client to close the connection and then closes the reply, whatever its handler is doing.
 
     Used after the body has been read: from then on it alone receives.
     """
 
-    def __init__(self, request: Request, reply: Reply) -> None:
+    def __init__(self, request: Request, reply: Closable) -> None:
         self._task = asyncio.create_task(self._wait(request.receive, reply))
 
-    async def _wait(self, receive: Receive, reply: Reply) -> None:
+    async def _wait(self, receive: Receive, reply: Closable) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
         reply.close()
@@ -62,7 +72,7 @@ class EventStream(Response):
         self,
         chunks: AsyncIterator[bytes],
         *,
-        reply: Reply,
+        reply: Closable,
         watch: Watch,
         error_event: Callable[[ApiError], bytes],
         send_timeout: float,

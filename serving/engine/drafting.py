@@ -45,7 +45,8 @@ def draft_next(drafter: Drafter, backend: Backend, state: SlotState, hidden: jax
     inputs = DraftInput(
         hidden=hidden, token=state.token, position=state.position, history=state.history, active=drafts,
         sources=state.sources, temperature=state.temperature, seed=state.seed,
-        room=jnp.clip(state.limit - state.position - 1, 0, MAX_DRAFT), floor=_floor(drafter, state),
+        room=jnp.clip(state.limit - state.position - 1, 0, MAX_DRAFT), predicted=state.predicted,
+        floor=_floor(drafter, state),
     )  # fmt: skip
 
     def none() -> Drafts:

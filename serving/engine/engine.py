@@ -101,6 +101,8 @@ class _Pending:
     hidden: jax.Array | None
     drafts: Drafts | None  # for the pass behind it
     choosing: list[tuple[Sequence, int]]  # sequence, its column in the result
+    embedded: list[tuple[Sequence, int]]  # those whose prompts' hidden states are in `summed`
+    summed: jax.Array
     passes: int
     prefill_tokens: int
     started: float
@@ -274,11 +276,14 @@ class Engine:
         prompt = np.array(prompt_ids, dtype=np.int64).reshape(-1)
         if not len(prompt):
             raise ValueError("the prompt is empty; at least one token is needed")
+        if params.embed and not self.config.embeddings:
+            raise ValueError("embeddings need an engine that makes them: EngineConfig(embeddings=True)")
         if params.digest and not self.config.logits:
             raise ValueError("digests need an engine that keeps logits: EngineConfig(logits=True)")
         vocab = self.model.config.vocab_size
         for what, ids in (
             ("prompt", prompt),
+            ("prediction", np.array(params.prediction, np.int64)),
             ("stop_token_ids", np.array(params.stop_token_ids, np.int64)),
             ("logit_bias", np.array([token for token, _ in params.logit_bias], np.int64)),
         ):
@@ -290,14 +295,17 @@ class Engine:
         wanted = last if params.max_tokens is None else len(prompt) - 1 + params.max_tokens
         sources = self._sources(params.draft)
         tokenizer = self.model.tokenizer
-        guide = Guide(self.compile_grammar(params.grammar)) if params.grammar is not None else None
+        limit = min(wanted, last)
+        guide = None
+        if params.grammar is not None:
+            guide = Guide(self.compile_grammar(params.grammar), limit - len(prompt) + 1)
         return Sequence(
             id=request_id or uuid.uuid4().hex,
             params=params,
             prompt=prompt.astype(np.int32),
             seed=params.seed if params.seed is not None else secrets.randbits(64),
             stop_ids=(() if params.ignore_eos else self.model.eos_ids) + params.stop_token_ids,
-            limit=min(wanted, last),
+            limit=limit,
             limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
             sink=sink,
             text=Channels(tokenizer.token_bytes, params.stop, params.thinking) if tokenizer is not None else None,
@@ -582,7 +590,7 @@ class Engine:
             self._waiting.remove(seq)
             seq.admitted = time.monotonic()
             self._set_slot(seq)
-            if self._tiers is not None:
+            if self._tiers is not None and not seq.params.embed:
                 self._tiers.look_up(seq)
         if self._tiers is not None:
             for seq in heapq.nsmallest(self.config.slots, self._waiting, key=lambda waiting: waiting.turn):
@@ -628,6 +636,13 @@ class Engine:
             result=result,
             logits=kept.logits if any(seq.params.digest for seq, _ in choosing) else None,
             hidden=kept.hidden if self.config.features else None,
+            embedded=[
+                (seq, shard.index * shard.slots + seq.slot)
+                for shard, plan in zip(self.shards, plans, strict=True)
+                for seq, _, _ in plan.chunks
+                if seq.params.embed
+            ],
+            summed=kept.summed,
             drafts=kept.drafts if any(seq.guide is not None for seq, _ in choosing) else None,
             choosing=choosing,
             passes=passes,
@@ -647,6 +662,10 @@ class Engine:
         drafts = Drafts(*map(np.asarray, pending.drafts)) if pending.drafts is not None else None  # type: ignore[arg-type]
         now = time.monotonic()
         seconds, self._last_read = now - max(pending.started, self._last_read), now
+        if pending.embedded:
+            summed = np.asarray(pending.summed)
+            for seq, column in pending.embedded:
+                seq.summed = seq.summed + summed[column]
         emitted = 0
         for seq, column in pending.choosing:
             seq.in_flight -= pending.passes
@@ -683,9 +702,9 @@ class Engine:
         else:
             self.shards[seq.shard].publish(seq)
             self._emit(seq, emission)
-            if seq.guide is not None and not thought:
+            if seq.guide is not None and not seq.thinking:
                 assert drafts is not None
-                guiding.advance(self._guides, seq, emission.token_ids, drafts, column)
+                guiding.advance(self._guides, seq, () if thought else emission.token_ids, drafts, column)
         return n
 
     # ---- ends

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from .landing import longest_part
+
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 MAX_GRAMMAR = 200_000
@@ -37,6 +39,9 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    longest_part: int | None = None
+    """Not None: an answer that comes near its limit is brought to its end (`landing.py`), since half of it is worth
+    nothing. By so many characters may a single token put off the end."""
     field: str = dataclasses.field(default="", compare=False)
     """The field of the request it came from, to be named in refusals."""
 
@@ -54,8 +59,8 @@ class Grammar:
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
         """JSON that is valid under a schema, properties in the schema's order, written in one line as Python's `json`
-        does."""
-        return cls("json_schema", json.dumps(schema))
+        does. It is finished within the limit of tokens, if that leaves room for the shortest such text."""
+        return cls("json_schema", json.dumps(schema), longest_part(schema))
 
     @classmethod
     def json_object(cls) -> Grammar:

@@ -19,6 +19,7 @@ import numpy as np
 
 from ...configs.machine import cores
 from .grammar import JSON_FORM, BadGrammar, Grammar
+from .landing import Ends, Landing
 from .request import FORCED
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Compiled:
 
     matcher: LLMatcher
     first: np.ndarray  # uint32 [ceil(V / 32)]
+    ends: Ends
+    landing: Landing | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +74,10 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, tuple(eos_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary: tuple[LLTokenizer, Ends] | None = None
         self.words = -(-vocab_size // 32)
 
-    def prepare(self) -> LLTokenizer:
+    def prepare(self) -> tuple[LLTokenizer, Ends]:
         """Read the vocabulary, which takes about a second for the first grammar."""
         with self._lock:
             if self._vocabulary is None:
@@ -98,12 +101,9 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Compiled:
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(
-            self.prepare(),
-            _definition(grammar),
-            log_level=0,
-            limits=LLParserLimits(**LIMITS),  # type: ignore[arg-type]
-        )
+        vocabulary, ends = self.prepare()
+        limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+        matcher = LLMatcher(vocabulary, _definition(grammar), log_level=0, limits=limits)
         first = np.zeros(self.words, np.uint32)
         if not matcher.is_error():
             _fill(matcher, first)
@@ -111,7 +111,14 @@ class Grammars:
             raise _bad(grammar, matcher.get_error())
         if not first.any():
             raise BadGrammar(f"nothing matches the {_NAMES[grammar.kind]}", grammar.field)
-        return Compiled(matcher, first)
+        return Compiled(matcher, first, ends, self._landing(grammar, matcher, ends))
+
+    def _landing(self, grammar: Grammar, matcher: LLMatcher, ends: Ends) -> Landing | None:
+        way = ends.way(matcher, self.words, _fill) if grammar.longest_part is not None else None
+        if way is None:
+            return None
+        characters = sum(len(self._tokenizer.token_bytes(token)) for token in way)
+        return Landing(len(way), -(-(grammar.longest_part or 0) * len(way) // max(1, characters)))
 
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
@@ -144,7 +151,7 @@ def _definition(grammar: Grammar) -> str:
         raise _bad(grammar, str(error)) from None
 
 
-def _vocabulary(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+def _vocabulary(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> tuple[LLTokenizer, Ends]:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     special = getattr(tokenizer, "special_ids", {})
@@ -163,7 +170,8 @@ def _vocabulary(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> LLTo
     for text, i in special.items():
         if i < len(Wrapped.tokens):
             Wrapped.tokens[i] = text.encode()
-    return LLTokenizer(TokenizerWrapper(Wrapped()), n_vocab=size, eos_token=list(eos_ids))
+    vocabulary = LLTokenizer(TokenizerWrapper(Wrapped()), n_vocab=size, eos_token=list(eos_ids))
+    return vocabulary, Ends(Wrapped.tokens, eos_ids)
 
 
 def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:
@@ -187,46 +195,50 @@ def _allows(mask: np.ndarray, token: int) -> bool:
 class Guide:
     """Follows one answer through its grammar. Used by one thread at a time."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, room: int) -> None:
+        """`room`: tokens that the answer may have."""
         self._matcher = compiled.matcher.deep_copy()
-        self._words = len(compiled.first)
+        self._words, self._ends, self._landing = len(compiled.first), compiled.ends, compiled.landing
+        self._way: tuple[int, ...] | None = None
+        """From where the answer is to its end; None: not known."""
         self.steering: Steering | None = Steering(compiled.first[None])
         """The next pass; None while it is being found."""
         self.error: str | None = None
         """Why the answer cannot go on, in one sentence."""
+        if self._landing is not None and room <= self._landing.zone:
+            self.advance((), Chain(), 0, room)
 
-    def advance(self, tokens: Sequence[int], chain: Chain, most: int) -> None:
-        """The answer went on with `tokens`, and `chain` is drafted behind them: find the next pass, with at most `most`
-        drafts. A drafted token that the grammar does not allow ends the chain, and where the grammar leaves only one
-        token, that is drafted."""
+    def advance(self, tokens: Sequence[int], chain: Chain, most: int, room: int) -> None:
+        """The answer went on with `tokens`, `chain` is drafted behind them, and there is room for `room` more: find the
+        next pass, with at most `most` drafts. A drafted token that the grammar does not allow ends the chain, and where
+        the grammar leaves only one token, that is drafted."""
         try:
-            if self._consume(tokens):
-                self.steering = self._steer(chain, most)
+            if all(self._consume(token) for token in tokens):
+                self.steering = self._steer(chain, most, room)
         except Exception as error:  # the answer must end, whatever happened in this thread
             self.error = f"the grammar cannot be followed: {error}"
 
-    def _consume(self, tokens: Sequence[int]) -> bool:
-        if self._matcher.consume_tokens(list(tokens)):
-            return True
-        self._fail()
+    def _consume(self, token: int) -> bool:
+        self._way = self._way[1:] if self._way is not None and self._way[:1] == (token,) else None
+        return self._matcher.consume_token(token) or self._fail()
+
+    def _fail(self) -> bool:
+        self.error = f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}"
         return False
 
-    def _fail(self) -> None:
-        self.error = f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}"
-
-    def _steer(self, chain: Chain, most: int) -> Steering:
-        matcher = self._matcher
+    def _steer(self, chain: Chain, most: int, room: int) -> Steering:
         masks = np.zeros((1 + most, self._words), np.uint32)
         drafts: list[int] = []
         sources: list[int] = []
         odds: list[float] = []
+        way = self._way
         follows = True  # the device's chain
         for place in range(1 + most):
-            _fill(matcher, masks[place])
-            if matcher.is_error():
-                self._fail()
+            if not self._mask(masks[place], room - place):
                 break
-            if place == most or matcher.is_stopped():
+            if place == 0:
+                way = self._way
+            if place == most or self._matcher.is_stopped():
                 break
             token = _only(masks[place])
             drafted = chain.tokens[place] if follows and place < len(chain.tokens) else None
@@ -236,11 +248,25 @@ class Guide:
             drafts.append(drafted if token is None else token)  # type: ignore[arg-type]
             sources.append(chain.sources[place] if token is None else FORCED)
             odds.append(chain.odds[place] if token is None else 1.0)
-            if not self._consume(drafts[-1:]):
+            if not self._consume(drafts[-1]):
                 break
         if drafts:
-            matcher.rollback(len(drafts))
+            self._matcher.rollback(len(drafts))
+            self._way = way
         return Steering(masks[: 1 + len(drafts)], tuple(drafts), tuple(sources), tuple(odds))
+
+    def _mask(self, mask: np.ndarray, room: int) -> bool:
+        """Write what may come next, with room for `room` tokens, into `mask`; whether the grammar could be followed."""
+        matcher, landing = self._matcher, self._landing
+        if landing is not None and room <= landing.zone and not matcher.is_stopped():
+            if self._way is None:
+                self._way = self._ends.way(matcher, self._words, _fill)
+            if self._way and landing.due(len(self._way), room):
+                token = self._way[0]
+                mask[token >> 5] = np.uint32(1) << np.uint32(token & 31)
+                return True
+        _fill(matcher, mask)
+        return not matcher.is_error() or self._fail()
 
 
 def _first_line(text: str) -> str:

@@ -48,6 +48,7 @@ def advance(guides: Guides, seq: Sequence, tokens: Seq[int], drafts: Drafts, col
         tuple(drafts.source[column, :length].tolist()),
         tuple(np.asarray(drafts.probability[column, :length], np.float64).tolist()),
     )
-    most = max(0, min(MAX_DRAFT, seq.limit - seq.position - 1)) if seq.sources else 0
+    room = seq.limit - seq.position
+    most = max(0, min(MAX_DRAFT, room - 1)) if seq.sources else 0
     guide.steering = None
-    guides.run(lambda: guide.advance(tokens, chain, most))
+    guides.run(lambda: guide.advance(tokens, chain, most, room))

@@ -255,7 +255,7 @@ class _Builder:
         width = tokens + self.rows
         name = f"{kind}_b{self.engine.slots}_t{width}" + (f"_n{passes}" if passes > 1 else "")
         run = execution(self.config, self.engine, self.mesh, self.kernels, prefill=prefill)
-        keep = Keep(self.engine.logits, self.engine.features)
+        keep = Keep(self.engine.logits, self.engine.features, self.engine.embeddings and prefill)
         fn = (
             functools.partial(step.run_pass, self.config, run, keep, self.rows)
             if passes == 1
@@ -265,7 +265,7 @@ class _Builder:
             name, kind, width, fn,
             (self.fixed, self.pool, self.state, self._abstract(inputs, spec), layers),
             (self.fixed_specs, self.pool_spec, spec, spec, P()),
-            (self.pool_spec, spec, result, Kept(spec, spec, spec)), (1, 2),
+            (self.pool_spec, spec, result, Kept(spec, spec, spec, spec)), (1, 2),
         )  # fmt: skip
 
     def admit(self) -> Program:

@@ -61,11 +61,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: no log-probabilities; k: the chosen token's and the k most likely
+    embed: bool = False  # the mean of the prompt's hidden states; nothing of it is taken from a cache
     digest: bool = False  # a CRC of every raw row of logits that chose a token
     draft: DraftSource = "auto"  # where drafted tokens come from; auto: wherever they can
     relax: float = 0.0  # greedy: a drafted token stands if its logit is at most this far below the best; 0: exact
     layers: tuple[int, ...] | None = None  # the layers that run, ascending; None: all
     thinking: Thinking | None = None
+    prediction: tuple[int, ...] = ()  # what the answer may say: tokens that the lookup drafts from too
     grammar: Grammar | None = None  # what the text of the answer (not that of its thoughts) must match
     level: str | None = None  # the level that chose the four above, to be reported
 
@@ -157,6 +159,9 @@ class Emission:
     error: str | None = None  # one sentence, when finish_reason is "error"
     thought: str = ""  # like `text`, of what the model writes for itself before the answer
     sources: tuple[int, ...] = ()  # who drafted each token (SOURCES), 0: the trunk
+    embedding: np.ndarray | None = dataclasses.field(default=None, compare=False)
+    """float32 [D], on the last emission, if asked for: the mean of the prompt's hidden states after the final norm, of
+    length 1."""
     features: np.ndarray | None = dataclasses.field(default=None, compare=False)
     """float16 [tokens, D], if the engine keeps them: the hidden state before the final norm that chose each token."""
 

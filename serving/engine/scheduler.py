@@ -75,7 +75,7 @@ class Shard:
     def admit(self, seq: Sequence) -> bool:
         """Start the prompt of a waiting sequence, if a slot and blocks for all of it are free."""
         # The last prompt token is always computed, since its logits are needed.
-        whole = (len(seq.prompt) - 1) // BLOCK * BLOCK
+        whole = 0 if seq.params.embed else (len(seq.prompt) - 1) // BLOCK * BLOCK
         if not self._take(seq, seq.prompt[:whole], len(seq.prompt) + 1):
             return False
         seq.prefilled = seq.found["device"] = len(seq.keys) * BLOCK
@@ -110,6 +110,8 @@ class Shard:
 
     def known_tokens(self, seq: Sequence) -> int:
         """Prompt tokens whose KV this shard has."""
+        if seq.params.embed:
+            return 0
         matched = self.pool.match(seq.root, seq.prompt[: (len(seq.prompt) - 1) // BLOCK * BLOCK])
         self.pool.release(matched)
         return len(matched) * BLOCK
@@ -131,7 +133,7 @@ class Shard:
 
     def skip_known(self, seq: Sequence) -> None:
         """Use blocks that others have published since `seq` was admitted, instead of computing them again."""
-        while seq.prefilled % BLOCK == 0 and seq.prefilled + BLOCK < len(seq.prompt):
+        while not seq.params.embed and seq.prefilled % BLOCK == 0 and seq.prefilled + BLOCK < len(seq.prompt):
             i = seq.prefilled // BLOCK
             tokens = seq.prompt[seq.prefilled : seq.prefilled + BLOCK]
             key = block_key(seq.keys[-1] if seq.keys else seq.root, tokens)

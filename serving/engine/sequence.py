@@ -84,6 +84,7 @@ class Sequence:
     last_token: float = 0.0
     passes: int = 0
     drafted: int = 0
+    summed: np.ndarray | float = 0.0  # of its prompt tokens, hidden states; if it is to be embedded
     accepted: dict[int, int] = dataclasses.field(default_factory=dict)  # by source
 
     def __post_init__(self) -> None:
@@ -221,7 +222,14 @@ class Sequence:
                 cache=max(self.arranged - self.admitted, 0.0),
             ),
             error=error,
+            embedding=self._embedding(),
         )
+
+    def _embedding(self) -> np.ndarray | None:
+        if not self.params.embed or self.prefilled < len(self.prompt):
+            return None
+        length = float(np.linalg.norm(self.summed))
+        return np.asarray(self.summed / max(length, 1e-30), np.float32)
 
 
 def blocks_for(tokens: int) -> int:

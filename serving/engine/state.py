@@ -49,6 +49,7 @@ class SlotState(NamedTuple):
     bias_ids: Leaf  # int32 [B, MAX_LOGIT_BIAS], -1 where unused
     bias_values: Leaf  # float32 [B, MAX_LOGIT_BIAS]
     n_logprobs: Leaf  # int32 [B]: most likely tokens to report, -1: none
+    predicted: Leaf  # int32 [B]: tokens at the end of the history's row that predict the answer
     sources: Leaf  # int32 [B]: where drafts may come from (kernels/draft: LOOKUP, SHADOW), 0: nowhere
     relax: Leaf  # float32 [B]: how far below the best logit a drafted token may be and still stand; 0: exact
     drafts: Leaf  # int32 [B, J]: tokens drafted for the next pass
@@ -99,6 +100,7 @@ _FIELDS: dict[str, tuple[type, tuple[int | str, ...], int]] = {
     "bias_ids": (np.int32, (MAX_LOGIT_BIAS,), -1),
     "bias_values": (np.float32, (MAX_LOGIT_BIAS,), 0),
     "n_logprobs": (np.int32, (), -1),
+    "predicted": (np.int32, (), 0),
     "sources": (np.int32, (), 0),
     "relax": (np.float32, (), 0),
     "drafts": (np.int32, (MAX_DRAFT,), -1),
@@ -146,6 +148,7 @@ def fill_row(
     rows.stop_ids[at, : len(stop_ids)] = stop_ids
     rows.history[at, : len(prompt)] = prompt
     rows.history[at, len(prompt) : len(prompt) + len(generated)] = generated
+    _fill_prediction(rows, at, params.prediction, len(prompt) + len(generated))
     counts = 2 * np.bincount(generated, minlength=rows.counts.shape[1])
     counts[prompt] += 1 - counts[prompt] % 2
     rows.counts[at] = counts
@@ -166,6 +169,15 @@ def fill_row(
     if params.thinking is not None:
         _fill_thinking(rows, at, params.thinking, thinking)
         rows.conclude_at[at] = len(prompt) + params.thinking.budget if conclude_at is None else conclude_at
+
+
+def _fill_prediction(rows: SlotState, at: int, prediction: tuple[int, ...], used: int) -> None:
+    """The end of the history's row, as far as it is free; the answer may grow into it, which ends the use of it."""
+    size = rows.history.shape[1]
+    ids = prediction[: max(0, size - used - MAX_DRAFT - 1)]
+    if ids:
+        rows.history[at, size - len(ids) :] = ids
+        rows.predicted[at] = len(ids)
 
 
 def _fill_thinking(rows: SlotState, at: int, how: Thinking, thinking: bool) -> None:
@@ -238,15 +250,17 @@ class Keep(NamedTuple):
 
     logits: bool = False
     hidden: bool = False
+    summed: bool = False
 
 
 class Kept(NamedTuple):
-    """What the last pass chose from, in its `R` rows (`StepResult.first`), without columns what is not kept; and what
-    is drafted behind it."""
+    """What the last pass chose from, in its `R` rows (`StepResult.first`), without columns what is not kept; what is
+    drafted behind it; and what the prompts gave."""
 
     logits: Leaf  # float32 [R, V]
     hidden: Leaf  # float32 [R, D]: hidden states before the final norm
     drafts: Any  # `Drafts` (kernels/draft) for the next pass of each slot
+    summed: Leaf  # float32 [B, D]: over the slot's prompt tokens of this step, hidden states after the final norm
 
     @staticmethod
     def empty(keep: Keep, rows: int, slots: int, vocab_size: int, d_model: int) -> Kept:
@@ -254,6 +268,7 @@ class Kept(NamedTuple):
             jnp.zeros((rows, vocab_size if keep.logits else 0), jnp.float32),
             jnp.zeros((rows, d_model if keep.hidden else 0), jnp.float32),
             Drafts.none(slots),
+            jnp.zeros((slots, d_model if keep.summed else 0), jnp.float32),
         )
 
 

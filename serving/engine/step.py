@@ -68,7 +68,17 @@ def run_pass(
         top_logprobs=choice.top_logprobs[grown.rows][None],
     )
     drafts = Drafts(state.drafts, state.draft_sources, state.draft_odds, state.n_drafts)
-    return pool, state, result, Kept(logits, hidden if keep.hidden else hidden[:, :0], drafts)
+    summed = _summed(trunk, x, inputs) if keep.summed else jnp.zeros((len(inputs.last), 0), jnp.float32)
+    return pool, state, result, Kept(logits, hidden if keep.hidden else hidden[:, :0], drafts, summed)
+
+
+def _summed(trunk: Trunk, x: jax.Array, inputs: StepInput) -> jax.Array:
+    """For each slot `[B, D]` the sum of the normalised hidden states of its prompt tokens, which come first in `x`."""
+    tokens, slots = len(inputs.ids), len(inputs.last)
+    there = jnp.arange(tokens) < inputs.sizes[0, 0]
+    normalised = jnp.where(there[:, None], trunk.normalised(x[:tokens]), 0.0)
+    mine = (inputs.slots[None] == jnp.arange(slots)[:, None]) & there
+    return jnp.matmul(mine.astype(jnp.float32), normalised, precision=lax.Precision.HIGHEST)
 
 
 def _choose(

@@ -88,6 +88,7 @@ def draft_input(seed=0, slots=6, *, alphabet=4, **changes):
         temperature=np.zeros(slots),
         seed=rng.integers(0, 2**32, (slots, 2)),
         room=np.full(slots, MAX_DRAFTS),
+        predicted=np.zeros(slots),
         floor=0.0,
     )
     types = dict(hidden=np.float32, active=np.bool_, temperature=np.float32, seed=np.uint32, floor=np.float32)
@@ -303,6 +304,32 @@ def lookup_only(**changes):
     lengths = np.arange(LONGEST_MATCH + 1) / 20
     table = np.broadcast_to(lengths[None, :, None, None], (3, LONGEST_MATCH + 1, 3, MAX_DRAFTS))
     return draft_weights()._replace(lookup=jnp.asarray(table, jnp.float32))
+
+
+def test_what_is_predicted_is_copied_until_it_ends(run):
+    """Slots whose text says nothing twice: [0, position] counts up from 1000."""
+    slots, position = 6, S // 3
+    history = np.tile(1000 + np.arange(S), (slots, 1))
+    expected = [7, 1000 + position - 1, 1000 + position, 1, 2, 3]
+    history[:, S - 6 :] = expected
+    history[2, position - 5 : position - 1] = history[2, position - 1] = 8  # a text that repeats itself...
+    history[2, position] = 8
+    history[3, 10:14] = [1000 + position - 2, 1000 + position - 1, 1000 + position, 50]  # ... one with a longer match
+    history[4, 10:13] = [1000 + position - 1, 1000 + position, 60]  # ... and one with a match as long
+    positions = np.full(slots, position)
+    positions[5] = S - 6 - MAX_DRAFTS  # so near that drafts could run into it
+    history[5, S - 5 : S - 3] = history[5, positions[5] - 1 : positions[5] + 1]
+    inputs = draft_input(
+        0, slots, history=history, position=positions, token=history[range(slots), positions],
+        sources=np.full(slots, LOOKUP), predicted=[6, 3, 6, 6, 6, 6],
+    )  # fmt: skip
+    got = run(lookup_only(), inputs)
+    assert chain(got, 0) == ([1, 2, 3], [LOOKUP] * 3)
+    assert chain(got, 1)[0] == [], "what is predicted begins behind the match"
+    assert chain(got, 2)[0][:2] == [8, 8]
+    assert chain(got, 3)[0][0] == 50
+    assert chain(got, 4)[0] == [1, 2, 3]
+    assert chain(got, 5)[0] == []
 
 
 @settings(max_examples=60, deadline=None)

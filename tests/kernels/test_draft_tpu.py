@@ -34,7 +34,7 @@ def test_drafts_of_both_backends(random_shadow: Callable, interpreted: None) -> 
         token=history[np.arange(slots), position], position=position, history=history,
         active=np.array([True, True, False, True]), sources=np.full(slots, LOOKUP | SHADOW, np.int32),
         temperature=np.array([0, 0, 0, 0.7], np.float32), seed=np.ones((slots, 2), np.uint32),
-        room=np.full(slots, MAX_DRAFTS, np.int32), floor=np.float32(1e-3),
+        room=np.full(slots, MAX_DRAFTS, np.int32), predicted=np.array([0, 8, 0, 4], np.int32), floor=np.float32(1e-3),
     )  # fmt: skip
     weights = random_shadow(512, width)
     run = jax.jit(draft, static_argnames="backend")

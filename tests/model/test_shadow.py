@@ -139,7 +139,7 @@ def test_the_drafting_form_guesses_as_the_module_does(shadow, table):
     inputs = kernel.DraftInput(
         hidden=jnp.asarray(hidden), token=jnp.array([7]), position=jnp.array([0]), history=jnp.array([[7, 0, 0]]),
         active=jnp.array([True]), sources=jnp.array([kernel.SHADOW]), temperature=jnp.zeros(1),
-        seed=jnp.zeros((1, 2), jnp.uint32), room=jnp.array([4]), floor=jnp.float32(0),
+        seed=jnp.zeros((1, 2), jnp.uint32), room=jnp.array([4]), predicted=jnp.array([0]), floor=jnp.float32(0),
     )  # fmt: skip
     drafted = np.asarray(kernel.draft(weights, inputs, backend="xla").tokens)[0, :4]
     cell = shadow.cell()

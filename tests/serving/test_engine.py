@@ -231,6 +231,41 @@ def test_full_queue_is_refused_with_a_time(tiny_engine: Engine) -> None:
     wait_idle(tiny_engine)
 
 
+def test_an_embedding_is_the_mean_of_the_hidden_states(random_model: Callable, tiny_engine: Engine) -> None:
+    """However the prompt is cut into chunks, whoever runs beside it, and whatever is cached."""
+    model = random_model("tiny")
+    rng = np.random.default_rng(2)
+    short, long = rng.integers(0, 512, 5).tolist(), rng.integers(0, 512, 200).tolist()
+    embed = SamplingParams(max_tokens=1, embed=True)
+    made: dict[str, np.ndarray] = {}
+
+    def sink(pairs: Sequence[tuple[str, Emission]]) -> None:
+        made.update({name: emission.embedding for name, emission in pairs if emission.finish_reason})
+
+    for chunk in (32, 128):
+        sizes = EngineConfig(
+            slots=2, context_length=256, blocks=9, features=True, embeddings=True, prefill_chunk=chunk, draft_rows=0
+        )
+        with Engine(model, sizes) as engine:
+            engine.start(warm=False)
+            one(engine, long, max_tokens=2)  # now its blocks could be found
+            for name, prompt in (("long", long), ("short", short), ("again", long)):
+                engine.submit(prompt, embed, sink=sink, request_id=f"{name} {chunk}")
+            wait_idle(engine)
+            single = SamplingParams(max_tokens=1)
+            rows = [list(engine.stream(short[: n + 1], single))[0].features[0] for n in range(len(short))]
+    assert all(abs(np.linalg.norm(vector) - 1) < 1e-5 for vector in made.values()) and len(made) == 6
+    for other in ("again 32", "long 128", "again 128"):
+        assert np.allclose(made["long 32"], made[other], atol=1e-5)
+    weight = np.asarray(model.params["final_norm"], np.float32)
+    hidden = np.stack(rows).astype(np.float32)  # float16
+    mean = (hidden / np.sqrt((hidden * hidden).mean(1, keepdims=True) + model.config.norm_eps) * weight).mean(0)
+    for chunk in (32, 128):
+        assert np.allclose(made[f"short {chunk}"], mean / np.linalg.norm(mean), atol=2e-3)
+    with pytest.raises(ValueError, match="embeddings need"):
+        tiny_engine.submit(short, embed, sink=sink)
+
+
 def test_priority_is_worth_some_waiting(tiny_engine: Engine) -> None:
     """Who waits is admitted by priority, in the order of arrival among equals."""
     ended: list[str] = []

@@ -89,6 +89,31 @@ def test_random_schemas(engine: Engine, random_schemas: Callable) -> None:
     assert [a.logprobs for a in off] == [a.logprobs for a in answers[: len(schemas)]]
 
 
+@pytest.mark.parametrize("draft", ["auto", "off"])
+def test_what_has_no_end_is_ended_in_time(engine: Engine, draft: str) -> None:
+    """Strings, lists and objects that a random trunk would hardly end."""
+    inner = {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "number"}}, "required": ["s", "n"]}
+    schema = {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "list": {"type": "array", "items": inner},
+            "more": {"type": "object"},
+        },
+        "required": ["text", "list", "more"],
+    }
+    params = [
+        SamplingParams(temperature=0.3 * i, seed=i, max_tokens=100 + 9 * i, draft=draft, grammar=Grammar.json_schema(s))
+        for i, s in enumerate([schema, {"type": "array", "items": schema}, {"type": "object"}, {"type": "string"}] * 2)
+    ]
+    answers = engine.generate([PROMPT] * len(params), params)
+    for one, answer in zip(params, answers, strict=True):
+        assert answer.finish_reason == "stop_token", answer.text
+        jsonschema.validate(json.loads(answer.text), json.loads(one.grammar.text))
+    off = engine.generate([PROMPT] * len(params), [dataclasses.replace(one, draft="off") for one in params])
+    assert ids(off) == ids(answers)
+
+
 def text_of(engine: Engine, grammar: Grammar, **how: Any) -> str:
     (answer,) = engine.generate([PROMPT], SamplingParams(grammar=grammar, max_tokens=100, **how))
     assert answer.finish_reason == "stop_token"

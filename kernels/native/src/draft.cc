@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,7 @@ struct Inputs {
   const int32_t* sources;
   const float* temperature;
   const uint32_t* seed;
-  const int32_t* room;
+  const int32_t *room, *predicted;
   const float* floor;
 };
 
@@ -56,7 +57,8 @@ struct Results {
 
 struct Chain {
   int64_t slot, room;
-  int64_t last;  // index of the last token in the history
+  int64_t last;       // index of the last token in the history
+  int64_t predicted;  // where a prediction begins in the history's row; behind anything: there is none
   int kind;             // temperature class
   bool lookup, shadow;  // may use it
   Match match{0, 0};
@@ -132,6 +134,9 @@ class Drafter {
       chain.slot = b;
       chain.room = room;
       chain.last = std::min<int64_t>(in_.position[b], in_.length - 1);
+      const int64_t begin = in_.length - std::clamp<int64_t>(in_.predicted[b], 0, in_.length);
+      const bool predicted = begin < in_.length && in_.position[b] + kDrafts < begin;
+      chain.predicted = predicted ? begin : std::numeric_limits<int64_t>::max();
       chain.kind = temperature_class(in_.temperature[b]);
       chain.lookup = in_.sources[b] & kLookup;
       chain.shadow = in_.sources[b] & kShadow;
@@ -190,14 +195,21 @@ class Drafter {
       const int64_t end = chain.last + place + 1, known = std::min<int64_t>(kLongestMatch, end);
       for (int64_t back = 0; back < known; ++back) tail[back] = token_at(chain, end - 1 - back);
       const int64_t limit = place > 0 ? chain.last + 1 : chain.last;  // an occurrence is not the tail itself
-      chain.match = run_.find_match(in_.history + chain.slot * in_.length, limit, tail, known);
+      const int32_t* const history = in_.history + chain.slot * in_.length;
+      chain.match = run_.find_match(history, limit, tail, known);
+      if (chain.predicted < in_.length) {
+        const Match found = run_.find_match(history + chain.predicted, in_.length - chain.predicted, tail, known);
+        if (found.length && found.length >= chain.match.length)
+          chain.match = {found.length, found.next + chain.predicted};
+      }
       chain.found = place;
       chain.follows = chain.match.length > 0;
     });
   }
 
-  // Of the history, which goes on with the chain's drafts.
+  // Of the history, which goes on with the chain's drafts, or of the prediction; -1 behind its end.
   int32_t token_at(const Chain& chain, int64_t at) const {
+    if (at >= chain.predicted) return at < in_.length ? in_.history[chain.slot * in_.length + at] : -1;
     const int64_t behind = at - chain.last - 1;
     return behind < 0 ? in_.history[chain.slot * in_.length + at] : out_.tokens[chain.slot * kDrafts + behind];
   }
@@ -205,6 +217,7 @@ class Drafter {
   // The lookup's token, and whether to ask the shadow. Whether anybody proposes anything.
   bool look_up(Chain& chain, int64_t place) {
     chain.copied = chain.follows ? token_at(chain, chain.match.next + place - chain.found) : -1;
+    chain.follows = chain.copied >= 0;
     const bool certain = chain.follows && lookup_probability(chain, kUnknown, place) >= kCertain;
     chain.asks = chain.shadow && place < kPlaces && !certain;
     if (!chain.asks && !chain.follows) chain.alive = false;
@@ -434,6 +447,7 @@ Inputs inputs_of(Arguments& given, int64_t D) {
   in.temperature = given.take<DataType::F32>("temperature", {B});
   in.seed = given.take<DataType::U32>("seed", {B, 2});
   in.room = given.take<DataType::S32>("room", {B});
+  in.predicted = given.take<DataType::S32>("predicted", {B});
   in.floor = given.take<DataType::F32>("floor", {});
   return in;
 }

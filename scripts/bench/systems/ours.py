@@ -204,7 +204,7 @@ class Ours(System):
             hidden=jax.random.normal(jax.random.key(0), (1, self.model.config.d_model)),
             token=jnp.asarray(ids[-1:], jnp.int32), position=one * (len(ids) - 1),
             history=jnp.asarray(ids, jnp.int32)[None], active=one > 0, sources=one * SHADOW, temperature=0.0 * one,
-            seed=jnp.zeros((1, 2), jnp.uint32), room=4 * one, floor=jnp.float32(0.0),
+            seed=jnp.zeros((1, 2), jnp.uint32), room=4 * one, predicted=0 * one, floor=jnp.float32(0.0),
         )  # fmt: skip
         drafting = jax.jit(lambda weights, inputs: draft(weights, inputs, backend=backend))
         if int(drafting(self.model.shadow, inputs).length[0]) != 4:

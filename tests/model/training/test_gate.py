@@ -61,7 +61,8 @@ def test_chains_are_those_of_the_kernel(corpus, shadow, weights, proposals, sour
         hidden=jnp.asarray(corpus.hidden[anchors], jnp.float32), token=jnp.asarray(corpus.tokens[anchors]),
         position=jnp.asarray(position), history=jnp.asarray(history), active=jnp.ones(48, bool),
         sources=jnp.full(48, sources, jnp.int32), temperature=jnp.asarray(corpus.temperature[owner]),
-        seed=jnp.asarray(seed), room=jnp.full(48, kernel.MAX_DRAFTS, jnp.int32), floor=jnp.float32(0),
+        seed=jnp.asarray(seed), room=jnp.full(48, kernel.MAX_DRAFTS, jnp.int32),
+        predicted=jnp.zeros(48, jnp.int32), floor=jnp.float32(0),
     )  # fmt: skip
     drafted = kernel.draft(weights, inputs, backend="xla")
     compared = 0

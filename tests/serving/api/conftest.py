@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import uvicorn
 
 from umbra.configs.engine import EngineConfig
 from umbra.configs.server import ServerConfig
-from umbra.model.chat_template import ChatTemplateError
+from umbra.model.chat_template import ChatTemplateError, Known
 from umbra.serving.api import Service, create_app
 from umbra.serving.api.connections import MAX_HEAD, connections
 from umbra.serving.engine import (
@@ -67,14 +68,26 @@ class FakeTemplate:
         return ""
 
     def encode(
-        self, tokenizer: FakeTokenizer, messages: list[dict[str, Any]], *, suffix: str = "", **_: Any
+        self,
+        tokenizer: FakeTokenizer,
+        messages: list[dict[str, Any]],
+        *,
+        suffix: str = "",
+        known: Known | None = None,
+        until: str | None = None,
+        **_: Any,
     ) -> list[int]:
         if any(message["content"] == "refuse this" for message in messages):
             raise ChatTemplateError("roles must alternate")
         if any(message["content"] == "explode" for message in messages):
             raise KeyError("secret detail")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return tokenizer.encode(text + suffix)
+        text += suffix
+        if until is not None:
+            text = text.partition(until)[0]
+        if known is not None:
+            return known.join(tokenizer.encode(text.partition(known.mark)[2]))
+        return tokenizer.encode(text)
 
 
 Step = Emission | None
@@ -129,7 +142,7 @@ class FakeEngine:
             self.running.clear()
             self.ready = True
             self.failed: str | None = None
-            self.config = EngineConfig()
+            self.config = EngineConfig(embeddings=True)
             self.stopped = False
             self.max_queue = 1000
             self.submitted: list[Running] = []
@@ -213,11 +226,11 @@ class FakeEngine:
 class Api:
     """A running server, its engine, and a client for it."""
 
-    def __init__(self, config: ServerConfig, *, attached: bool = True) -> None:
+    def __init__(self, config: ServerConfig, *, attached: bool = True, tls: tuple[Path, Path] | None = None) -> None:
         self.engine = FakeEngine()
         self.model = SimpleNamespace(
             name="fake",
-            config=SimpleNamespace(vocab_size=VOCAB),
+            config=SimpleNamespace(vocab_size=VOCAB, d_model=4),
             tokenizer=FakeTokenizer(),
             chat_template=FakeTemplate(),
         )
@@ -234,20 +247,24 @@ class Api:
             lifespan="off",
             access_log=False,
             timeout_graceful_shutdown=1,
+            ssl_certfile=tls[0] if tls else None,
+            ssl_keyfile=tls[1] if tls else None,
         )
         self.server = uvicorn.Server(uv)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         wait_for(lambda: self.server.started)
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=10)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=10, verify=tls is None)
 
     def attach(self) -> None:
         self.service.attach(self.engine, self.model)
 
     def _run(self) -> None:
-        asyncio.run(self.server.serve())
+        with asyncio.Runner() as runner:
+            self.loop = runner.get_loop()
+            runner.run(self.server.serve())
 
     def close(self) -> None:
         self.client.close()
@@ -287,7 +304,9 @@ def api(shared_api: Api) -> Iterator[Api]:
     shared_api.engine.reset()
     shared_api.attach()
     yield shared_api
-    wait_for(lambda: shared_api.service.inflight == 0)
+    runs = shared_api.service.runs
+    shared_api.loop.call_soon_threadsafe(runs.stop_all)
+    wait_for(lambda: shared_api.service.inflight == 0 and not runs.running)
 
 
 @pytest.fixture

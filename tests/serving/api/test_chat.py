@@ -63,6 +63,14 @@ def test_stream_is_the_whole_text(api):
     assert all("usage" not in c for c in chunks)
 
 
+def test_a_stream_ends_with_what_headers_could_not_tell(api):
+    chunks = events(api.chat(stream=True, n=2, level="low"))
+    told = [chunk["umbraMetadata"] for chunk in chunks if "umbraMetadata" in chunk]
+    assert told == [chunks[-1]["umbraMetadata"]] and chunks[-1]["choices"][0]["finish_reason"]
+    assert told[0]["level"] == "low" and told[0]["systemFingerprint"] == "fp_fake"
+    assert {"ttftMs", "tokensPerPass", "cachedTokens", "queueMs", "totalMs"} <= set(told[0])
+
+
 def test_stream_usage(api):
     chunks = events(api.chat(stream=True, stream_options={"include_usage": True}))
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(TEXT.encode())

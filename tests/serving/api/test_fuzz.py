@@ -7,9 +7,18 @@ import typing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from umbra.serving.api import gemini, gemini_schemas, openai_responses, responses_body
+from umbra.serving.api import (
+    cached_contents,
+    gemini,
+    gemini_schemas,
+    interactions,
+    live,
+    openai_responses,
+    responses_body,
+)
 from umbra.serving.api.errors import ApiError
-from umbra.serving.api.gemini_schemas import CountBody, GenerateBody, Message
+from umbra.serving.api.gemini_schemas import CachedBody, CountBody, GenerateBody, Message
+from umbra.serving.api.interaction_schemas import InteractionBody, InteractionConfig
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 70), st.floats(allow_nan=False), st.text(max_size=3), st.just(2**70),
@@ -83,8 +92,8 @@ def understood(call):
 def test_gemini(api, body, complete):
     data = {**body, **HI} if complete else body
     service, loaded = api.service, api.service.loaded
-    understood(lambda: gemini._call(gemini_schemas.parse(GenerateBody, data), service, loaded, "fake"))
-    understood(lambda: gemini._counted(gemini_schemas.parse(CountBody, data), service, loaded, "fake"))
+    understood(lambda: gemini._call(gemini_schemas.parse(GenerateBody, data), service, loaded, "fake", ""))
+    understood(lambda: gemini._counted(gemini_schemas.parse(CountBody, data), service, loaded, "fake", ""))
 
 
 @settings(
@@ -95,3 +104,41 @@ def test_responses(api, body, items):
     service, loaded = api.service, api.service.loaded
     data = {**body, "model": "fake", "input": items}
     understood(lambda: openai_responses._call(openai_responses._parse(data, loaded), service, loaded, None))
+
+
+INTERACTIONS = fields(InteractionBody.spellings, InteractionConfig.spellings, ("type", "text", "content", "call_id",
+                      "name", "arguments", "result", "mime_type", "schema", "allowed_tools", "mode"))  # fmt: skip
+STEP_TYPES = st.sampled_from(["text", "user_input", "model_output", "function_call", "function_result", "thought"])
+STEP = st.fixed_dictionaries({"type": STEP_TYPES}, optional={n: json_of(INTERACTIONS) for n in INTERACTIONS[:40]})
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(like(InteractionBody, INTERACTIONS), st.one_of(st.text(max_size=3), st.lists(STEP, max_size=3)))
+def test_interactions(api, body, steps):
+    service, loaded = api.service, api.service.loaded
+    data = {**body, "model": "fake", "input": steps}
+
+    def plan():
+        parsed = interactions._parse(data, loaded)
+        interactions._check_body(parsed, loaded)
+        return interactions._call(service, loaded, parsed, None).plan()
+
+    understood(plan)
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(like(CachedBody, GEMINI), like(live.Setup, GEMINI))
+def test_contents_and_sessions(api, body, setup):
+    service, loaded = api.service, api.service.loaded
+    for call in (
+        lambda: cached_contents._conversation(gemini_schemas.parse(CachedBody, {**body, "model": "fake"}), loaded),
+        lambda: live.LiveSession(None, service, gemini_schemas.parse(live.Setup, {**setup, "model": "fake"})),
+    ):
+        try:
+            call()
+        except ApiError as error:
+            assert 400 <= error.status < 500 and error.message

@@ -162,7 +162,6 @@ BAD = [
     ({"toolConfig": {"functionCallingConfig": {"allowedFunctionNames": ["f"]}}},
      "toolConfig.functionCallingConfig.allowedFunctionNames"),
     # the rest
-    ({"cachedContent": "cachedContents/abc"}, "cachedContent"),
     ({"cachedContent": "abc"}, "cachedContent"),
     ({"continuationToken": "aGk="}, "continuationToken"),
     ({"safetySettings": "none"}, "safetySettings"),
@@ -204,7 +203,6 @@ COUNT = [
     ({"generateContentRequest": HI, **HI}, "generateContentRequest"),
     ({"generateContentRequest": {**HI, "model": "models/x"}}, "model"),
     ({"generateContentRequest": {"contents": [{}]}}, "generateContentRequest.contents[0].parts"),
-    ({"generateContentRequest": {**HI, "cachedContent": "cachedContents/x"}}, "generateContentRequest.cachedContent"),
     ({**HI, "temperature": 1}, "temperature"),
     ({**HI, "generationConfig": {"topK": -1}}, "generationConfig.topK"),
     ({"generateContentRequest": {**HI, **config(topP=2)}}, "generateContentRequest.generationConfig.topP"),
@@ -238,7 +236,6 @@ def test_events_need_a_stream(api):
      ("POST", "/v1beta/models/fake:embedContent", 404, "NOT_FOUND"),
      ("POST", "/v1/models/fake:batchEmbedContents", 404, "NOT_FOUND"),
      ("POST", "/v1beta/models/fake", 404, "NOT_FOUND"),
-     ("POST", "/v1beta/cachedContents", 404, "NOT_FOUND"),
      ("POST", "/v2/models/fake:generateContent", 404, "NOT_FOUND"),
      ("GET", "/v1beta", 404, "NOT_FOUND"),
      ("GET", "/v1beta/nothing", 404, "NOT_FOUND"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
-from umbra.serving.api.responses_store import ResponseStore, StoredResponse
+from umbra.model.chat_template import ChatTemplateError
 from umbra.serving.engine import Emission, Usage
 from umbra.serving.engine.thoughts import Channels
 
@@ -112,13 +112,22 @@ def test_conversations_go_on_and_branch(api, make_answer):
     api.engine.plan = echo(make_answer)
     first = ask(api, "one", instructions="be nice").json()
     second = ask(api, "two", previous_response_id=first["id"]).json()
-    assert prompt_of(api) == "user: one\nassistant: re user: one\nuser: two\n"
+    assert prompt_of(api) == "user: one\nassistant: re user: one\nuser: two\n"  # rendered anew: other instructions
     third = stream(api, "three", previous_response_id=second["id"], instructions="be rude")[-1]["response"]
     turns = "user: one\nassistant: re user: one\nuser: two\nassistant: re user: two\nuser: three\n"
     assert prompt_of(api) == "system: be rude\n" + turns
     assert third["previous_response_id"] == second["id"]
     ask(api, "other", previous_response_id=first["id"])
     assert prompt_of(api) == "user: one\nassistant: re user: one\nuser: other\n"
+
+
+def test_token_ids_go_on_as_they_are(api, make_answer):
+    api.engine.plan = echo(make_answer)
+    first = ask(api, "one", instructions="be nice").json()
+    second = ask(api, "two", previous_response_id=first["id"], instructions="be nice").json()
+    start = api.engine.submitted[-2].prompt + list(text_of(first).encode())
+    assert api.engine.submitted[-1].prompt == start + list(b"\nuser: two\n")
+    assert second["usage"]["input_tokens"] == len(api.engine.submitted[-1].prompt)
 
 
 def test_storing_is_optional(api):
@@ -183,7 +192,7 @@ def test_a_failing_answer(api):
     assert seen[-2]["code"] == "engine_error" and "secret" not in json.dumps(seen)
     failed = seen[-1]["response"]
     assert failed["status"] == "failed" and failed["error"]["code"] == "engine_error"
-    assert api.client.get(f"{URL}/{failed['id']}").status_code == 404
+    assert api.client.get(f"{URL}/{failed['id']}").json() == failed
 
 
 def test_a_client_that_leaves(api, wait):
@@ -217,7 +226,7 @@ BAD = [
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"stream": "yes"}, "stream"),
     ({"instructions": 5}, "instructions"),
-    ({"background": True}, "background"),
+    ({"background": True, "store": False}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"conversation": "x"}, "conversation"),
     ({"prompt": {"id": "x"}}, "prompt"),
@@ -267,23 +276,6 @@ def test_tenants_see_nothing_of_each_other(start_api):
     assert api.client.get(url, headers={"x-goog-api-key": "a"}).status_code == 200
 
 
-def test_the_store_is_bounded():
-    def response(name):
-        return StoredResponse({"id": name}, [], {}, [], [])
-
-    store = ResponseStore(100)
-    for name in "abc":
-        store.put("t", response(name), 40)
-    assert store.get("t", "a") is None and store.get("t", "b") is not None
-    store.put("t", response("d"), 40)
-    assert store.get("t", "c") is None and store.get("t", "b") is not None, "the least recently used went"
-    store.put("t", response("huge"), 101)
-    assert store.get("t", "huge") is None and store.get("t", "d") is not None
-    assert store.delete("t", "d") and not store.delete("t", "d") and not store.delete("u", "b")
-    store.put("t", response("e"), 60)
-    assert store.get("t", "b") is not None and store.get("t", "e") is not None
-
-
 def spoken(thoughts, answer, params, sizes, finish="stop_token"):
     """The emissions of an answer, a byte a token, in steps of these sizes; with thoughts if it was asked to think."""
     end = b"</think>\n\n" if params.thinking is not None else b""
@@ -327,7 +319,9 @@ class Tools:
     def render(self, messages, **_):
         return ""
 
-    def encode(self, tokenizer, messages, *, tools=None, **_):
+    def encode(self, tokenizer, messages, *, tools=None, known=None, **_):
+        if known is not None:
+            raise ChatTemplateError("this template shows no text as it is")
         return list(json.dumps([tools, messages]).encode())
 
 
@@ -416,7 +410,7 @@ def test_openai_client(client, api):
     again = client.responses.create(
         model="fake", input=[{"role": "user", "content": "More"}], previous_response_id=answer.id
     )
-    assert prompt_of(api) == f"user: Hi\nassistant: {TEXT}\nuser: More\n"
+    assert prompt_of(api) == f"user: Hi\n{TEXT}\nuser: More\n"
     with client.responses.create(model="fake", input="Hi", stream=True) as events:
         listed = list(events)
     assert "".join(e.delta for e in listed if e.type == "response.output_text.delta") == TEXT
@@ -433,7 +427,7 @@ def test_openai_client(client, api):
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(again.id)
     with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(model="fake", input="Hi", background=True)
+        client.responses.create(model="fake", input="Hi", background=True, store=False)
     assert refused.value.param == "background"
 
 

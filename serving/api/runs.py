@@ -1,0 +1,439 @@
+"""Runs: answers that are made on their own account, for any number of readers, also none.
+
+    run = await service.runs.start(plan, tenant)     # the engine works on it, and it is stored if `plan.stored`
+    reader = run.reader()                            # from the beginning, or behind an event
+    async for piece in reader.pieces(...): ...       # what has happened, then what happens
+    await reader.end()                               # or just the end
+
+The responses, interactions and sockets of all protocols are runs. A run's tokens are stored every half second, and its
+end before any reader hears of it. A reader that is slow or goes away holds up nobody; a run that is not in the
+background ends when nobody has read it for `plan.linger` seconds, and stays as it is then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+from ...cache.database import NotFound, Unavailable
+from ..effort import Prepared
+from ..engine.request import Emission
+from .bridge import Reply, failure
+from .conversations import Conversations, pack_events
+from .errors import ApiError, ClientGone, internal, unavailable
+from .eventlog import Event, EventLog
+
+if TYPE_CHECKING:
+    from .service import Service
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT = 0.5
+"""Seconds between two times that a run's new tokens are stored."""
+
+REPLAY_BYTES = 4 << 20
+"""Events of one run that are kept one by one; beyond that, neighbouring pieces of text become one."""
+
+Ending: TypeAlias = Literal["finished", "cancelled", "incomplete"]
+"""How an answer ended that did not fail: by itself, by its client, or because the server or its reader went away."""
+
+
+class Writer(Protocol):
+    """What a protocol makes of an answer."""
+
+    resource: dict[str, Any]
+    """The answer as the protocol shows it; at any moment as far as it is."""
+
+    def begin(self) -> list[Event]: ...
+    def push(self, emission: Emission) -> list[Event]:
+        """The events of an emission; its finish reason is left to `end`."""
+        ...
+
+    def end(self, emission: Emission, ending: Ending) -> list[Event]: ...
+    def fail(self, error: ApiError) -> list[Event]: ...
+    def not_stored(self, events: list[Event], error: ApiError) -> None:
+        """Say in the resource, and in the last of `events`, that it could not be stored."""
+        ...
+
+    def encode(self, event: Event, number: int) -> bytes: ...
+    def merge(self, first: bytes, second: bytes) -> bytes | None: ...
+    def told(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """The answer as messages of the conversation, and the functions that were called, by the ids of the calls."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A request that has been checked. `prepare` runs in a worker and gives what the engine gets, `writer` what makes
+    the protocol's answer of it; `request` is stored beside the prompt,
+    for `ttl` seconds or for good."""
+
+    api: str
+    id: str
+    model: str
+    prepare: Callable[[], Prepared]
+    writer: Callable[[Prepared], Writer]
+    request: Callable[[Prepared], dict[str, Any]]
+    parent: str | None = None
+    stored: bool = True
+    background: bool = False
+    linger: float = 0.0
+    ttl: float | None = None
+    param: str = "input"
+
+
+class Run:
+    """An answer that is being made, or has just been."""
+
+    def __init__(self, plan: Plan, tenant: str, prepared: Prepared, writer: Writer, reply: Reply) -> None:
+        self.plan, self.tenant, self.prepared, self.writer = plan, tenant, prepared, writer
+        self.log = EventLog(writer.encode, writer.merge, REPLAY_BYTES)
+        self.tokens: list[int] = []
+        """Ids of the answer so far."""
+        self.last: Emission | None = None
+        """The last emission, once the answer has ended without an error."""
+        self.error: ApiError | None = None
+        self.finishing = False
+        self.ended = False
+        self.ending: Ending = "finished"
+        self._reply = reply
+        self._readers: set[Reader] = set()
+        self._unsaved: list[int] = []
+        self._saving: asyncio.Future[None] | None = None
+        self._abandoned: asyncio.TimerHandle | None = None
+        self._done = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self.plan.id
+
+    @property
+    def resource(self) -> dict[str, Any]:
+        return self.writer.resource
+
+    # ---- readers
+
+    def reader(self, after: int = -1) -> Reader:
+        """Somebody who reads the events behind `after`."""
+        reader = Reader(self, after)
+        self._readers.add(reader)
+        if self._abandoned is not None:
+            self._abandoned.cancel()
+            self._abandoned = None
+        return reader
+
+    def left(self, reader: Reader) -> None:
+        """A reader has gone."""
+        self._readers.discard(reader)
+        if self._readers or self.ended or self.plan.background:
+            return
+        if self.plan.linger and self._abandoned is None:
+            loop = asyncio.get_running_loop()
+            self._abandoned = loop.call_later(self.plan.linger, self.stop, "incomplete")
+        elif not self.plan.linger:
+            self.stop("incomplete")
+
+    # ---- life
+
+    def stop(self, ending: Ending) -> None:
+        """End the engine's work; the run ends soon after."""
+        if not self.ended:
+            self.ending = ending
+            self._reply.cancel()
+
+    async def done(self) -> None:
+        """Wait until it has ended, and is stored if it is to be."""
+        await self._done.wait()
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The answer as far as it is. An end that is being stored is waited for."""
+        if self.finishing:
+            await self.done()
+        return self.resource
+
+    def publish(self, events: list[Event]) -> None:
+        self.log.add(events)
+        for reader in self._readers:
+            reader.wake()
+        self.log.shrink({reader.number for reader in self._readers})
+
+    def _end(self) -> None:
+        self.ended = True
+        if self._abandoned is not None:
+            self._abandoned.cancel()
+        self._done.set()
+        for reader in self._readers:
+            reader.wake()
+
+
+class Reader:
+    """One reader of a run. To be closed; a run may end when it has no reader left."""
+
+    def __init__(self, run: Run, after: int) -> None:
+        self.run, self.number = run, after
+        self._closed = False
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def close(self) -> None:
+        """The client is gone, or has what it wanted. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._wake.set()
+            self.run.left(self)
+
+    async def take(self, timeout: float | None) -> list[bytes] | None:
+        """The events since the last call; waits for some. Empty after `timeout` seconds, None at the end. Raises
+        `ClientGone` once it is closed."""
+        while True:
+            if self._closed:
+                raise ClientGone
+            if events := self.run.log.after(self.number):
+                self.number = self.run.log.next - 1
+                return events
+            if self.run.ended:
+                return None
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+
+    async def pieces(
+        self, heartbeat: float, keep_alive: bytes, *, checkpoint: Callable[[int], bytes] | None = None, end: bytes = b""
+    ) -> AsyncIterator[bytes]:
+        """The body of a stream: what one moment brought goes out as one piece, followed by a `checkpoint` from which
+        it can be gone on with; `end` after the last."""
+        while (events := await self.take(heartbeat)) is not None:
+            if not events:
+                yield keep_alive
+            elif checkpoint is not None and not self.run.ended:
+                yield b"".join(events) + checkpoint(self.number)
+            else:
+                yield b"".join(events)
+        if end:
+            yield end
+
+    async def end(self) -> None:
+        """Wait for the end of the run. Raises `ClientGone` once the reader is closed, and the run's error."""
+        while not self.run.ended:
+            if self._closed:
+                raise ClientGone
+            self._wake.clear()
+            await self._wake.wait()
+        if self.run.error is not None:
+            raise self.run.error
+
+
+class Runs:
+    """All runs of a server. Belongs to the event loop."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running: dict[tuple[str, str], Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._saver: asyncio.Task[None] | None = None
+
+    @property
+    def _conversations(self) -> Conversations:
+        return self._service.conversations
+
+    async def start(self, plan: Plan, tenant: str) -> Run:
+        """Give a request to the engine, and store it if it is to be. Raises an `ApiError` if either refuses it."""
+        service = self._service
+        reply = service.new_reply(timed=not plan.background)
+        keep: Literal["conversation", "nothing"] = "conversation" if plan.stored else "nothing"
+        (prepared,) = await service.submit(reply, lambda: [plan.prepare()], 1, plan.param, keep=keep)
+        writer = plan.writer(prepared)
+        run = Run(plan, tenant, prepared, writer, reply)
+        if plan.stored:
+            try:
+                await service.offload(lambda: self._begin(run))
+            except BaseException:
+                reply.close()
+                raise
+        self._running[tenant, run.id] = run
+        run.publish(writer.begin())
+        self._spawn(self._pump(run))
+        if plan.stored and (self._saver is None or self._saver.done()):
+            self._saver = self._spawn(self._save_regularly())
+        return run
+
+    def find(self, tenant: str, id: str, api: str) -> Run | None:
+        """A run of `api` that is in progress, or has ended and somebody may come back to."""
+        run = self._running.get((tenant, id))
+        return run if run is not None and run.plan.api == api else None
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Forget a stored run, which ends if it is in progress. Raises `NotFound`."""
+        run = self._running.get((tenant, id))
+        if run is not None:
+            run.stop("cancelled")
+            await run.done()
+            self._running.pop((tenant, id), None)
+        await self._service.offload(lambda: self._conversations.delete(tenant, id))
+
+    @property
+    def running(self) -> list[Run]:
+        """The runs that have not ended."""
+        return [run for run in self._running.values() if not run.ended]
+
+    async def drain(self) -> None:
+        """Wait until all runs have ended and are stored."""
+        while waiting := self.running:
+            await asyncio.gather(*(run.done() for run in waiting))
+
+    def stop_all(self) -> None:
+        """End all runs, which can be gone on with later."""
+        for run in self.running:
+            run.stop("incomplete")
+
+    # ---- a run's task
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _pump(self, run: Run) -> None:
+        try:
+            await self._answer(run)
+        except ApiError as error:
+            await self._failed(run, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("run %s failed", run.id)
+            await self._failed(run, internal(run.id))
+        finally:
+            run._reply.close()
+            run._end()
+            self._forget_later(run)
+
+    async def _answer(self, run: Run) -> None:
+        while True:
+            for _, emission in await run._reply.take():
+                run.tokens += emission.token_ids
+                run._unsaved += emission.token_ids
+                if emission.finish_reason == "error":
+                    run.publish(run.writer.push(dataclasses.replace(emission, finish_reason=None)))
+                    error = failure(emission)
+                    assert error is not None
+                    raise error
+                events = run.writer.push(emission)
+                if emission.finish_reason is None:
+                    run.publish(events)
+                    continue
+                if emission.finish_reason == "cancelled":
+                    run.ending = "cancelled" if run.ending == "cancelled" else "incomplete"
+                else:
+                    run.ending = "finished"
+                run.last = emission
+                await self._finish(run, events, emission)
+                return
+
+    async def _finish(self, run: Run, events: list[Event], emission: Emission) -> None:
+        """The last events become visible when the end is stored."""
+        run.publish(events)
+        run.finishing = True
+        ended = run.writer.end(emission, run.ending)
+        if run.plan.stored:
+            cut = run.ending == "incomplete" or emission.finish_reason in ("max_tokens", "context_length")
+            status: Any = "cancelled" if run.ending == "cancelled" else "incomplete" if cut else "completed"
+            if (error := await self._store_end(run, ended, status)) is not None:
+                run.writer.not_stored(ended, error)
+        run.publish(ended)
+
+    async def _failed(self, run: Run, error: ApiError) -> None:
+        run.error, run.finishing = error, True
+        events = run.writer.fail(error)
+        if run.plan.stored:
+            await self._store_end(run, events, "failed")
+        run.publish(events)
+
+    # ---- storing
+
+    def _begin(self, run: Run) -> None:
+        """In a worker."""
+        plan = run.plan
+        request = {**plan.request(run.prepared), "resource": run.resource}
+        try:
+            self._conversations.begin(
+                run.tenant,
+                run.id,
+                run.prepared.prompt,
+                model=plan.model,
+                parent=plan.parent,
+                request=request,
+                ttl=plan.ttl,
+            )
+        except NotFound as error:
+            raise ApiError(404, f"The conversation to go on with is gone: {error}", code="not_found") from None
+        except Unavailable as error:
+            log.error("a conversation cannot be stored: %s", error)
+            message = "Conversations cannot be stored now; send the request with store=false"
+            raise unavailable(message, "storage_unavailable", 10.0) from None
+
+    async def _store_end(self, run: Run, last: list[Event], status: Any) -> ApiError | None:
+        """Store the answer as it ends with the events `last`, which nobody has seen yet; what went wrong."""
+        complete = EventLog(run.writer.encode, run.writer.merge, REPLAY_BYTES)
+        complete.restore(*run.log.entries)
+        complete.add(last)
+        messages, names = run.writer.told()
+        rest, run._unsaved = run._unsaved, []
+        resource = {**run.resource}
+
+        def store() -> None:
+            numbers, events = complete.entries
+            output = {
+                "resource": resource, "messages": messages, "names": names, "numbers": numbers,
+                "events": pack_events(events),
+            }  # fmt: skip
+            self._conversations.finish(run.id, rest, status=status, output=output, usage=resource.get("usage"))
+
+        if run._saving is not None:
+            await run._saving
+        try:
+            await self._service.offload(store)
+        except Exception as error:
+            log.error("the answer of %s could not be stored: %s", run.id, error)
+            return unavailable("The answer could not be stored", "storage_unavailable", 10.0)
+        return None
+
+    async def _save_regularly(self) -> None:
+        """Store the new tokens of all runs, all in one commit."""
+        while self.running:
+            await asyncio.sleep(CHECKPOINT)
+            growing = [run for run in self.running if run.plan.stored and run._unsaved]
+            if not growing:
+                continue
+            answers = {run.id: run._unsaved for run in growing}
+            saved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            for run in growing:
+                run._unsaved, run._saving = [], saved
+            try:
+                await self._service.offload(lambda answers=answers: self._conversations.append(answers))  # type: ignore[misc]
+            except Exception as error:
+                log.error("the tokens of running answers could not be stored: %s", error)
+                for run in growing:
+                    run._unsaved = [*answers[run.id], *run._unsaved]
+            finally:
+                saved.set_result(None)
+                for run in growing:
+                    run._saving = None
+
+    def _forget_later(self, run: Run) -> None:
+        """What is stored can be asked for there. Of what is not, the end is kept for a while for a reader that lost
+        its connection."""
+        if run.plan.stored or not run.plan.linger:
+            self._running.pop((run.tenant, run.id), None)
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_later(run.plan.linger, self._running.pop, (run.tenant, run.id), None)
