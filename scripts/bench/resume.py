@@ -104,11 +104,10 @@ def _open(plan: Plan, worker: Worker, folder: Path, number: int, say: Say) -> tu
     say(f"round {number + 1} of {plan.rounds}: loading {plan.model}")
     worker.load(our_setup(plan))
     needed = plan.prompt_tokens + plan.new_tokens + NEW_TOKENS
+    if worker.settings["context"] < needed:
+        raise BenchError(f"{needed} tokens are more than the context of {plan.model}, {worker.settings['context']}")
     cache = {"disk_quota": 64 * GIB, "memory": 4 * GIB, "disk_reserve": 0}
-    started = worker.call("start", str(folder), cache, needed, 3.0, 2)
-    if started["context"] < needed:
-        raise BenchError(f"{needed} tokens are more than the context of {plan.model}, {started['context']}")
-    worker.settings |= started
+    worker.settings |= worker.call("start", str(folder), cache, needed, 3.0, 2)
     encoded = worker.call("encode", [prompt.turns[0] for prompt in load_prompts(plan.prompts)])
     shift = number * 7 % len(encoded)
     flat = [token for ids in encoded[shift:] + encoded[:shift] for token in ids]
