@@ -114,7 +114,7 @@ class Tiers:
     def _take(self, shard: Shard, seq: Sequence, most: int | None) -> list[Arrived]:
         load = seq.load
         assert load is not None
-        blocks = load.poll(most)
+        blocks = load.poll(most, least=COPY_BLOCKS)  # a call of the program takes as long for one
         if blocks:
             at = [seq.blocks[block.info.position // BLOCK] for block in blocks]
             contents = [jax.tree.unflatten(self._structure, block.arrays) for block in blocks]
