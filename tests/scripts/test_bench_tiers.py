@@ -96,7 +96,7 @@ def test_summary_of_reads_and_writes() -> None:
     assert writes["write_cost_of_1"] == pytest.approx(0.015) and writes["upkeep_of_1_ms"] == 0.01
 
 
-def test_the_simulator_is_judged_by_what_it_was_not_fitted_to() -> None:
+def test_the_simulator_is_judged_by_what_it_was_not_fitted_to(tmp_path: Path) -> None:
     device = TierProfile("device", 1e9, 0.0, 20e9)
     below = (TierProfile("memory", 1e9, 0.001, 1e9), TierProfile("disk", 1e9, 0.002, 5e8))
     prefills = [(0, 128, 0.128), (0, 512, 0.512), (512, 512, 0.512)]
@@ -109,6 +109,9 @@ def test_the_simulator_is_judged_by_what_it_was_not_fitted_to() -> None:
     assert max(row["error"] for row in rows if not row["fitted"]) == pytest.approx(0.5)
     times = simulate._resume_times(profile, made.histories)
     assert times["disk_1024_ms"] < times["recompute_1024_ms"]
+    simulate._draw_resumed(tmp_path, made.histories, profile)
+    simulate._draw(tmp_path, {"lru": [0.1] * len(simulate.CAPACITIES)}, 0.5)
+    assert {path.name for path in tmp_path.iterdir()} == {"hits.png", "resume.png"}
 
 
 @pytest.mark.parametrize(
