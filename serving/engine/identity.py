@@ -78,6 +78,7 @@ def kv_fingerprint(model: Model, numerics: str, kv: KVFormat, layers: tuple[int,
     )  # fmt: skip
 
 
+@functools.lru_cache(1)  # a store and an engine ask for the same one
 def _vocabulary(tokenizer: Tokenizer | None, size: int) -> bytes:
     """A digest of what the token ids stand for."""
     digest = hashlib.sha256()
