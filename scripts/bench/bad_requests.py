@@ -46,7 +46,7 @@ def _not_json(model: str) -> Iterator[Bad]:
 
 
 def _openai(model: str) -> Iterator[Bad]:
-    chat = {
+    chat: dict[str, dict[str, Any]] = {
         "no messages": {}, "messages null": {"messages": None}, "messages empty": {"messages": []},
         "messages text": {"messages": "Hi"}, "message null": {"messages": [None]}, "role missing": _said(content="x"),
         "role unknown": _said(role="wizard", content="x"), "content a number": _said(role="user", content=7),

@@ -38,6 +38,7 @@ class Source:
     context_length = 1 << 20
     ready = True
     failed: str | None = None
+    store = None
 
     def __init__(self, rate: float) -> None:
         from ...configs.engine import EngineConfig
@@ -103,7 +104,8 @@ def main(argv: Sequence[str]) -> int:
     sock = listen("127.0.0.1", 0)
     address = url("127.0.0.1", sock)
     service = Service(ServerConfig(max_inflight=4096))
-    return run(service, sock, lambda _: (source, model), lambda: print(f"ready {address}", flush=True))
+    loaded: Any = (source, model)
+    return run(service, sock, lambda _: loaded, lambda: print(f"ready {address}", flush=True))
 
 
 if __name__ == "__main__":

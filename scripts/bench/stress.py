@@ -13,10 +13,12 @@ import asyncio
 import collections
 import contextlib
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -156,7 +158,7 @@ class Usual:
     async def during(self, trouble: Awaitable[Any]) -> Any:
         """Ask while there is `trouble`; what the trouble gives."""
         task = asyncio.ensure_future(trouble)
-        async with httpx.AsyncClient(base_url=self._url, timeout=60.0) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=600.0) as http:
             while not task.done() or not self.seconds:
                 began = time.perf_counter()
                 response = await http.post(COMPLETIONS, json=self._body)
@@ -164,6 +166,19 @@ class Usual:
                 self.answers[str(response.status_code)] += 1
                 await asyncio.sleep(0.02)
         return await task
+
+
+async def _beside(usual: Usual, trouble: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    """The trouble in a process of its own, so that it is the server that is disturbed and not who asks it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return await usual.during(asyncio.get_running_loop().run_in_executor(pool, _alone, trouble, *arguments))
+
+
+def _alone(trouble: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+    async def run() -> Any:
+        return await trouble(*arguments)
+
+    return asyncio.run(run())
 
 
 def memory_mib(pid: int) -> float:
@@ -178,18 +193,18 @@ def run(server: Server, pid: int, *, scale: float = 1.0) -> dict[str, Any]:
     """All kinds of trouble, one after the other; `scale`: how much of it."""
     url, model = server.url, server.model()
     some = max(1, round(200 * scale))
-    kinds: dict[str, Callable[[], Awaitable[Any]]] = {
-        "nothing": lambda: asyncio.sleep(2.0),
-        "bad requests": lambda: send_bad(url, bad_requests(model)),
-        "slowloris": lambda: slowloris(url, some, 30.0),
-        "10 MB bodies": lambda: large(url, max(1, some // 10), 10_000_000),
-        "idle connections": lambda: idle(url, 5 * some, 5.0),
-        "slow readers": lambda: slow_readers(url, some, 60.0, model),
+    kinds: dict[str, tuple[Callable[..., Awaitable[Any]], tuple[Any, ...]]] = {
+        "nothing": (asyncio.sleep, (2.0,)),
+        "bad requests": (send_bad, (url, bad_requests(model))),
+        "slowloris": (slowloris, (url, some, 30.0)),
+        "10 MB bodies": (large, (url, max(1, some // 10), 10_000_000)),
+        "idle connections": (idle, (url, 5 * some, 5.0)),
+        "slow readers": (slow_readers, (url, some, 60.0, model)),
     }
     out: dict[str, Any] = {}
-    for name, trouble in kinds.items():
+    for name, (trouble, arguments) in kinds.items():
         usual = Usual(url, model)
-        result = asyncio.run(usual.during(trouble()))
+        result = asyncio.run(_beside(usual, trouble, *arguments))
         wrong = result[1] if isinstance(result, tuple) else []
         answers = result[0] if isinstance(result, tuple) else result or {}
         out[name] = {

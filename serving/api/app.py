@@ -6,10 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -27,14 +25,13 @@ from .models import get_model, list_models
 from .openai_chat import chat_completions
 from .openai_completions import completions
 from .openai_responses import count_input_tokens, create_response
+from .openapi import SCHEMAS, describe
 from .protocols import error_body
 from .responses_body import ResponsesBody
 from .responses_routes import add_stored_responses
 from .schemas import ChatBody, CompletionBody, EmbeddingBody
 from .service import Service
 from .socket_routes import add_sockets
-
-_SCHEMAS = "#/components/schemas/"
 
 Handler = Callable[[Request, Service], Awaitable[Response]]
 
@@ -56,10 +53,10 @@ def create_app(service: Service) -> ASGIApp:
     _add_post(app, service, "/v1/responses", create_response, ResponsesBody)
     _add_post(app, service, "/v1/responses/input_tokens", count_input_tokens, ResponsesBody)
     add_stored_responses(app, service)
-    add_interactions(app, service, _SCHEMAS)
+    add_interactions(app, service, SCHEMAS)
     add_sockets(app, service)
-    add_gemini(app, service, _SCHEMAS)
-    _describe_bodies(app, (ChatBody, CompletionBody, EmbeddingBody, ResponsesBody, *BODIES, *INTERACTION_BODIES))
+    add_gemini(app, service, SCHEMAS)
+    describe(app, (ChatBody, CompletionBody, EmbeddingBody, ResponsesBody, *BODIES, *INTERACTION_BODIES))
     app.add_exception_handler(ApiError, _on_api_error(service))
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_unexpected)
@@ -116,7 +113,7 @@ def _add_post(app: FastAPI, service: Service, path: str, handler: Handler, schem
     async def endpoint(request: Request) -> Response:
         return await handler(request, service)
 
-    body = {"$ref": _SCHEMAS + schema.__name__}
+    body = {"$ref": SCHEMAS + schema.__name__}
     app.add_api_route(
         path,
         endpoint,
@@ -126,20 +123,6 @@ def _add_post(app: FastAPI, service: Service, path: str, handler: Handler, schem
         response_class=Response,
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}},
     )
-
-
-def _describe_bodies(app: FastAPI, schemas: Sequence[type[BaseModel]]) -> None:
-    """Add the bodies that `_add_post` refers to to the OpenAPI document."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            _, bodies = models_json_schema([(one, "validation") for one in schemas], ref_template=_SCHEMAS + "{model}")
-            document.setdefault("components", {}).setdefault("schemas", {}).update(bodies["$defs"])
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _on_api_error(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -19,7 +19,7 @@ INLINE = 16_384
 """A body up to this size is parsed on the event loop: that takes less time than the way to a worker and back."""
 
 _DRAIN_FACTOR = 8
-_DRAIN_SECONDS = 5.0
+_DRAIN_SECONDS = 30.0
 
 
 async def read_json(request: Request, service: Service, parse: Callable[[dict[str, Any]], T]) -> T:

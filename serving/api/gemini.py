@@ -37,6 +37,7 @@ from .service import Loaded, Service, failure, gather
 from .stream import EventStream, Watch
 from .tool_calls import Tools
 from .turns import declared_tools
+from .wishes import FIELDS, from_body
 
 EMBEDDING = ("embedContent", "batchEmbedContents")
 METHODS = ("generateContent", "streamGenerateContent", "countTokens", *EMBEDDING)
@@ -162,6 +163,7 @@ async def _read_call(request: Request, service: Service, model: str) -> Call:
 def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, tenant: str, where: str = "") -> Call:
     """`where` is the prefix of the body's fields in errors. For a worker if there is cached content."""
     _check_named(body.model, model)
+    from_body({name: getattr(body, name) for name in FIELDS})
     check_body(body, where)
     config = body.generation_config or GenerationConfig()
     name = f"{where}generationConfig"

@@ -211,6 +211,10 @@ class GenerateBody(Message):
     service_tier: str | None = None
     store: bool | None = None
     continuation_token: str | None = None
+    priority: str | None = None
+    context_policy: str | None = None
+    client_features: str | list[str] | None = None
+    """Our own, as their headers are (serving/api/wishes.py)."""
 
 
 class CachedBody(Message):

@@ -56,7 +56,7 @@ from .request import (
     Sink,
     TokenLogprob,
 )
-from .scheduler import Layers, Plan, Shard
+from .scheduler import Layers, Plan, Shard, Turns
 from .sequence import Grown, Phase, Sequence, blocks_for
 from .state import StepResult, fill_row
 from .thoughts import Channels
@@ -157,6 +157,7 @@ class Engine:
         self._wake = threading.Condition()
         self._arrived = False  # a load has something new
         self._incoming: deque[Sequence] = deque()
+        self._turns = Turns()
         self._cancelled: set[str] = set()
         self._by_id: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -203,12 +204,12 @@ class Engine:
         if self._thread is not None:
             raise RuntimeError("the engine was already started")
         if warm:
+            if self._grammars is not None:
+                self._guides.run(self._grammars.prepare)
             self.device.compile(progress)
         else:
             self.device.use_one_tile()  # exact without the check that a warm start makes
         self._compiled_at_ready = CompilationCounter.count
-        if warm and self._grammars is not None:
-            self._guides.run(self._grammars.prepare)
         self._thread = threading.Thread(target=self._loop, name="umbra-engine", daemon=True)
         self._thread.start()
         self._ready = True
@@ -246,13 +247,12 @@ class Engine:
         """Queue a request; its emissions go to `sink` on the engine's thread. Returns the request's id.
 
         `principal` is whom the server has authenticated: KV is shared among the requests of one. `keep` says what of
-        the request's KV may outlive it. Who waits is admitted as if it had waited some seconds more (or less) for each
-        step of `priority`.
+        the request's KV may outlive it. Principals that wait are admitted in turn, as if they had waited some seconds
+        more (or less) for each step of `priority`.
 
         Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
         """
         seq = self._new_sequence(prompt_ids, params, sink, request_id, principal, keep)
-        seq.priority = priority
         with self._wake:
             if self._stopping or self._failed is not None or self._thread is None:
                 raise EngineStopped(self._failed or "the engine is not running")
@@ -264,6 +264,8 @@ class Engine:
                     self.metrics.refused("queue_full")
                 slots = self.config.slots * len(self.shards)
                 raise QueueFull(waiting, max(1.0, waiting * self._service_time / slots))
+            served = self._service_time / (self.config.slots * len(self.shards))
+            seq.turn = self._turns.turn(principal, priority, seq.submitted, served)
             self._by_id[seq.id] = seq
             self._incoming.append(seq)
             self._wake.notify()
@@ -442,9 +444,10 @@ class Engine:
             return True
         if self._tiers is not None and self._tiers.copy_down(now=True):
             return True  # it gave blocks back, which somebody may wait for
-        if self._guides.busy:
-            self._guides.wait(10 * PATIENCE, everything=False)
-            return True
+        if any(seq.guide is not None and seq.phase is Phase.DECODE for shard in self.shards for seq in shard.running):
+            if self._guides.busy:
+                self._guides.wait(10 * PATIENCE, everything=False)
+            return True  # also if what it waited for was found just now
         return bool(self._waiting or self._outbox) and not self._loading
 
     def _bring_up(self) -> None:

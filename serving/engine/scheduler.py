@@ -24,6 +24,28 @@ Layers = tuple[int, ...] | None
 """The layers that a step runs; None: all."""
 
 
+PRIORITY_SECONDS = 15.0
+"""A step of priority is worth so many seconds of waiting, so nobody waits for ever."""
+
+
+class Turns:
+    """In which order those who wait are admitted: the principals in turn, by start-time fair queueing (Goyal, Vin and
+    Cheng 1996) with the clock on the wall. A request begins, for the order, when the principal's one before it would
+    have been served had it been alone: who sends many at once waits behind who sends few, and in the order sent."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[str, int], float] = {}
+
+    def turn(self, principal: str, priority: int, now: float, seconds: float) -> float:
+        """The place of a request that arrives `now`, when requests are served one every so many `seconds`."""
+        who = (principal, priority)
+        begin = max(now, self._next.get(who, now))
+        if len(self._next) > 1000:
+            self._next = {key: at for key, at in self._next.items() if at > now}
+        self._next[who] = begin + seconds
+        return begin - PRIORITY_SECONDS * priority
+
+
 @dataclasses.dataclass
 class Plan:
     """One step of one shard."""

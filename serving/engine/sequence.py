@@ -14,10 +14,9 @@ from ...cache.load import Load
 from ...configs.engine import BLOCK, MAX_DRAFT
 from ...kernels.attention import KVPool
 from .grammars import Guide
+from .prediction import came_true
 from .request import SOURCES, Emission, FinishReason, Keep, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
-
-PRIORITY_SECONDS = 15.0
 
 
 class Phase(enum.Enum):
@@ -58,7 +57,7 @@ class Sequence:
     identity: Identity  # whose blocks, and computed by what
     sources: int  # where its drafts may come from, 0: nowhere
     keep: Keep = "blocks"
-    priority: int = 0
+    turn: float = 0.0  # who waits for a slot is admitted in ascending order of this (`Turns`)
     guide: Guide | None = None  # through its grammar
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -95,12 +94,6 @@ class Sequence:
     def root(self) -> bytes:
         """The key that its chain of blocks starts from."""
         return self.identity.root
-
-    @property
-    def turn(self) -> float:
-        """Who waits for a slot is admitted in ascending order of this: a step of priority is worth so many seconds of
-        waiting, so nobody waits for ever."""
-        return self.submitted - PRIORITY_SECONDS * self.priority
 
     @property
     def width(self) -> int:
@@ -193,6 +186,19 @@ class Sequence:
             if source:
                 self.accepted[source] = self.accepted.get(source, 0) + 1
 
+    def _usage(self, thoughts: int) -> Usage:
+        prediction = self.params.prediction
+        true = came_true(prediction, self.generated) if prediction else 0
+        return Usage(
+            len(self.prompt),
+            len(self.generated),
+            self.cached,
+            thoughts,
+            tuple((tier, n) for tier, n in self.found.items() if n),
+            accepted_prediction_tokens=true,
+            rejected_prediction_tokens=len(prediction) - true,
+        )
+
     def close(self, reason: FinishReason, emission: Emission, error: str | None = None) -> Emission:
         """The last emission: `emission` with the held-back text, usage and timings."""
         now = time.monotonic()
@@ -204,13 +210,7 @@ class Sequence:
             text=emission.text + rest,
             thought=emission.thought + thought,
             finish_reason=reason,
-            usage=Usage(
-                len(self.prompt),
-                len(self.generated),
-                self.cached,
-                thoughts,
-                tuple((tier, n) for tier, n in self.found.items() if n),
-            ),
+            usage=self._usage(thoughts),
             timings=Timings(
                 queued=(self.admitted or now) - self.submitted,
                 ttft=(self.first_token or now) - self.submitted,

@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from umbra.configs.engine import EngineConfig
+from umbra.configs.keys import digest_of
 from umbra.configs.server import ServerConfig
-from umbra.scripts.serve import main, one_line, parser
+from umbra.scripts.serve import given_keys, main, one_line, parser
 from umbra.serving.api import Service
 from umbra.serving.api.server import listen, run, url
 from umbra.serving.engine import Emission, EngineStopped, Timings, Usage
@@ -47,10 +48,30 @@ def test_help_names_every_option(capsys):
     text = capsys.readouterr().out
     for name in (
         "--model", "--host", "--port", "--quant", "--threads", "--mesh", "--slots", "--context-length", "--no-warmup",
-        "--api-key", "--log-level", "--level", "--lossy", "--max-queue", "--state",
+        "--api-key", "--api-keys", "--new-api-key", "--requests-per-minute",
+        "--cors-origin", "--log-level", "--level", "--lossy", "--max-queue", "--state",
         "--cache-disk", "--cache-memory", "--cache-objects", "--cache-log", "--tls-cert", "--tls-key", "--max-body",
     ):  # fmt: skip
         assert name in text
+
+
+def test_a_new_key(capsys, tmp_path):
+    assert main(["--new-api-key", "alice"]) == 0
+    printed = capsys.readouterr().out
+    secret, table = printed.removeprefix("key: ").split("\n\n", 1)
+    file = tmp_path / "keys.toml"
+    file.write_text(table)
+    assert given_keys(parser().parse_args(["--api-keys", str(file)]))[0].sha256 == digest_of(secret.encode())
+
+
+def test_keys_come_from_everywhere_and_once(monkeypatch, tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[alice]\nsha256 = "{digest_of(b"one")}"\n')
+    monkeypatch.setenv("UMBRA_API_KEYS", "one, two,,")
+    monkeypatch.setenv("UMBRA_API_KEY", "three")
+    keys = given_keys(parser().parse_args(["--api-keys", str(file), "--api-key", "two"]))
+    assert [key.sha256 for key in keys] == [digest_of(text) for text in (b"one", b"two", b"three")]
+    assert keys[0].name == "alice"
 
 
 def test_a_port_in_use(capsys):

@@ -13,6 +13,7 @@ import pytest
 from umbra.configs.engine import EngineConfig
 from umbra.model.trunk import logits
 from umbra.serving.engine import Emission, Engine, EngineStopped, PromptTooLong, QueueFull, SamplingParams
+from umbra.serving.engine.scheduler import Turns
 
 PROMPT = [7, 30, 99, 250, 301, 12]
 
@@ -283,6 +284,22 @@ def test_priority_is_worth_some_waiting(tiny_engine: Engine) -> None:
     tiny_engine.cancel(running[0])  # one slot, so that they come one after the other
     wait_idle(tiny_engine)
     assert [name for name in ended if name in names] == ["high", "normal-1", "normal-2", "low"]
+
+
+def test_principals_are_admitted_in_turn() -> None:
+    """Who sends many at once does not keep the others waiting; what one sends stays in its order."""
+    turns = Turns()
+    many = [turns.turn("many", 0, 100.0, 1.0) for _ in range(50)]
+    few = [turns.turn("few", 0, at, 1.0) for at in (103.5, 103.6)]
+    assert many == sorted(many) and few == sorted(few)
+    assert sum(turn < few[0] for turn in many) == 4 and sum(turn < few[1] for turn in many) == 5
+    later = turns.turn("many", 0, 1000.0, 1.0)
+    assert later == 1000.0, "an old burst is forgotten"
+    high, low = (turns.turn("few", priority, 103.7, 1.0) for priority in (1, -1))
+    assert high < min(many) and many[18] < low < many[19]
+    for i in range(3000):
+        turns.turn(str(i), 0, 2000.0 + i, 1.0)
+    assert len(turns._next) < 1100
 
 
 def test_bursts_with_random_cancels_leak_nothing(tiny_engine: Engine) -> None:

@@ -7,8 +7,10 @@ import json
 import logging
 
 import pytest
+import websockets.exceptions
 from hypothesis import given
 from hypothesis import strategies as st
+from websockets.sync.client import connect
 
 from umbra.configs.keys import ApiKey, Limits, digest_of, plain_keys
 from umbra.configs.server import ServerConfig
@@ -160,6 +162,14 @@ def test_priority(api, headers, body, priority):
     assert response.status_code == 200 and api.engine.submitted[-1].priority == priority
 
 
+@pytest.mark.parametrize(("field", "value"), [("priority", "low"), ("serviceTier", "flex"), ("service_tier", "flex")])
+def test_priority_in_a_body_of_gemini(api, field, value):
+    assert api.client.post(GEMINI, json={**CONTENTS, field: value}).status_code == 200
+    assert api.engine.submitted[-1].priority == -1
+    refused = api.client.post(GEMINI, json={**CONTENTS, "contextPolicy": "all"})
+    assert refused.status_code == 400 and "supported: aggressive" in refused.json()["error"]["message"]
+
+
 def test_a_key_bounds_the_priority(start_api):
     api = start_api(ServerConfig(api_keys=(key("a", priority="low"),)))
     api.client.post(GEMINI, json=CONTENTS, headers={**bearer("a"), "x-goog-priority": "high"})
@@ -286,3 +296,33 @@ def test_lines_of_a_request_carry_its_id(api, caplog):
 
 def _chat(**options):
     return {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], **options}
+
+
+# --- tenants
+
+
+def test_tenants_share_nothing(start_api):
+    """Neither caches nor what is stored nor what is counted; two keys of one tenant do share."""
+    api = start_api(
+        ServerConfig(api_keys=(key("a", tenant="crimson"), key("b", tenant="crimson"), key("c", tenant="azure")))
+    )
+    made = {}
+    for name in ("a", "b", "c"):
+        sent = {"model": "fake", "input": "Hi"}
+        made[name] = api.client.post("/v1/responses", json=sent, headers=bearer(name)).json()["id"]
+    assert [one.principal for one in api.engine.submitted] == ["crimson", "crimson", "azure"]
+    for name, status in (("a", 200), ("b", 200), ("c", 404)):
+        assert api.client.get(f"/v1/responses/{made['a']}", headers=bearer(name)).status_code == status
+    text = api.client.get("/metrics", headers=bearer("c")).text
+    assert "umbra_requests" in text and not any(word in text for word in ("crimson", "azure", made["a"]))
+
+
+def test_a_socket_needs_a_key(start_api):
+    api = start_api(ServerConfig(api_keys=plain_keys("k")))
+    url = f"ws://127.0.0.1:{api.port}/ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
+    with pytest.raises(websockets.exceptions.InvalidStatus) as refused, connect(url, proxy=None):
+        pass
+    assert refused.value.response.status_code == 401
+    assert json.loads(refused.value.response.body)["error"]["message"].startswith("Incorrect or missing API key")
+    with connect(f"{url}?key=k", proxy=None) as socket:
+        socket.close()

@@ -102,6 +102,9 @@ def test_openapi_describes_the_bodies(api):
     document = api.client.get("/openapi.json").json()
     body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/ChatBody"}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert {"4XX", "5XX"} <= set(operation["responses"]) and "422" not in operation["responses"], (method, path)
     schemas = document["components"]["schemas"]
     assert {"ChatBody", "CompletionBody", "ChatMessage"} <= set(schemas)
     assert schemas["ChatBody"]["properties"]["messages"]["items"] == {"$ref": "#/components/schemas/ChatMessage"}
