@@ -43,6 +43,7 @@ from .writer import Contents, Writer, yield_to_steps
 log = logging.getLogger(__name__)
 
 _FIRST_RATES = {"memory": 2e9, "disk": 5e8, "objects": 5e7}  # bytes a second, believed until the first load
+_FORGOTTEN = 10.0  # seconds in which what was deleted is refused: a copy of it may be on its way
 _REFRESH = 30.0  # seconds between looks at what other machines have put into the object store
 
 
@@ -89,6 +90,7 @@ class ContextCache:
         self._leases = Leases(config.lease)
         self._loads: set[Load] = set()
         self._pins: Counter[bytes] = Counter()
+        self._forgotten: dict[bytes, float] = {}  # by key: until when
         self._hits: Counter[str] = Counter()
         self._looked_up = self._stale_loads = 0
         self._recomputed: Counter[str] = Counter()
@@ -277,7 +279,7 @@ class ContextCache:
 
     def wanted(self, info: BlockInfo, *, persist: bool = True) -> bool:
         """Whether an offer of this block would be of use: no tier that may keep it has it, and it does not wait."""
-        if self._writer.pending(info.key):
+        if self._writer.pending(info.key) or info.key in self._forgotten:
             return False
         return any(not tier.has(info) for tier in self._targets(persist))
 
@@ -299,10 +301,12 @@ class ContextCache:
             done: called on another thread once `contents` is not needed any more; only if this returns True.
 
         Returns:
-            Whether it was taken; not while too much waits to be written.
+            Whether it was taken; not while too much waits to be written, nor if it was forgotten a moment ago.
         """
         targets = self._targets(persist)
-        return bool(targets) and self._writer.offer(info, contents, targets, done)
+        if not targets or info.key in self._forgotten:
+            return False
+        return self._writer.offer(info, contents, targets, done)
 
     @property
     def room(self) -> int:
@@ -347,6 +351,9 @@ class ContextCache:
         """Remove the blocks of a sequence from every tier at once, but for those that others continue or pinned; how
         many went. Their bytes are gone from the disk when this returns."""
         chain = identity.chain(token_ids, extras, tail=True)
+        until = time.monotonic() + _FORGOTTEN
+        with self._lock:
+            self._forgotten |= {info.key: until for info in chain if not self._pins[info.key]}
         self._writer.cancel(info.key for info in chain if not self._pins[info.key])
         return sum(self._forget_in(tier, chain) for tier in self.tiers)
 
@@ -384,7 +391,9 @@ class ContextCache:
     def _upkeep(self) -> None:
         """About once a second, on the writer's thread."""
         self._leases.expire()
+        now = time.monotonic()
         with self._lock:
+            self._forgotten = {key: until for key, until in self._forgotten.items() if until > now}
             lines, self._log = self._log, []
         if lines and self.config.access_log is not None:
             with self.config.access_log.open("a", encoding="utf-8") as file:

@@ -259,8 +259,8 @@ class Interactions:
         return purged
 
     def trim(self, limit: int) -> int:
-        """Remove the oldest that have ended until the rest takes at most `limit` bytes; how many went."""
-        removed = 0
+        """Remove the oldest that have ended until the rest takes at most `limit` bytes, as far as that goes; what it
+        takes. Looks at every interaction."""
         with self._database.transaction() as db:
             rows = db.execute(
                 "SELECT id, status, length(tokens) + length(request) + length(output) FROM interactions "
@@ -271,8 +271,8 @@ class Interactions:
                 id, status, size = rows.pop()
                 if status != "in_progress":
                     self._remove(db, id)
-                    used, removed = used - size, removed + 1
-        return removed
+                    used -= size
+        return used
 
     def _remove(self, db: sqlite3.Connection, id: str) -> bytes:
         found = db.execute(f"SELECT {_COLUMNS}, crc FROM interactions WHERE id = ?", (id,)).fetchone()

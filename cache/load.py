@@ -97,7 +97,7 @@ class Load:
         self.hot_bytes = sum(each.entry.payload_bytes for each in found[window:])
         self.hot_seconds: float | None = None  # until the hot window was handed over
         self._limit = len(found)  # blocks before the first that could not be read
-        self._in_flight_bytes = 0
+        self._in_flight_bytes = self._reading = 0
         self._ended = False
         with self._lock:
             self._submit()
@@ -142,14 +142,17 @@ class Load:
         first, last = self._spans[tier]
         return last - first
 
-    def poll(self, most: int | None = None) -> list[Loaded]:
-        """The blocks that have arrived since, at most `most`. Takes microseconds."""
+    def poll(self, most: int | None = None, least: int = 1) -> list[Loaded]:
+        """The blocks that have arrived since, at most `most`; none while there are fewer than `least` and more are
+        being read. Takes microseconds."""
         ready: list[Loaded] = []
         with self._lock:
             if self._ended:
                 return ready
             if not self._current():
                 self._fail("stale_epoch", len(self.delivered))
+            if self._reading and not self.failure and self._arrived() < least:
+                return ready
             for span in self._parts:
                 while span.delivered < min(self._limit, span.end) and span.delivered in self._results:
                     if most is not None and len(ready) >= most:
@@ -166,6 +169,16 @@ class Load:
         if over:
             self.close()
         return ready
+
+    def _arrived(self) -> int:
+        """Blocks that can be handed over now."""
+        arrived = 0
+        for span in self._parts:
+            at = span.delivered
+            while at < span.end and at in self._results:
+                at += 1
+            arrived += at - span.delivered
+        return arrived
 
     def _fail(self, reason: str, at: int) -> None:
         if at < self._limit:
@@ -195,6 +208,7 @@ class Load:
                 if self._in_flight_bytes and self._in_flight_bytes + nbytes > self._ahead_bytes:
                     return
                 self._in_flight_bytes += nbytes
+                self._reading += 1
                 self._readers.submit(self._read, span.submitted)
                 span.submitted += 1
 
@@ -215,6 +229,7 @@ class Load:
                 failure = f"failed: {error}"
                 found.tier.lose(found.entry, "unreadable")
         with self._lock:
+            self._reading -= 1
             if result is not None:
                 self._results[at] = result
                 name, now = found.tier.name, time.monotonic()

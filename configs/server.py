@@ -33,6 +33,8 @@ class ServerConfig:
     """Largest request body; a longer one is refused with 413 while it is being read."""
     max_stored: int = 128 * MIB
     """Conversations kept in memory by a server that has no state folder; then the oldest go."""
+    retention: float = 30 * 86_400.0
+    """Stored interactions and responses are kept for this long."""
     max_inflight: int = 1024
     """HTTP requests in progress, streams included; one more is refused with 429. Requests of low priority are refused
     earlier (serving/api/limits.py)."""
@@ -70,7 +72,7 @@ class ServerConfig:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         for field in (
             "header_timeout", "body_timeout", "heartbeat", "request_timeout", "send_timeout",
-            "resume_grace", "shutdown_grace",
+            "resume_grace", "retention", "shutdown_grace",
         ):  # fmt: skip
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} must be positive, got {getattr(self, field)}")

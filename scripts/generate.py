@@ -26,9 +26,11 @@ from umbra.scripts.model_options import (
     OneLineParser,
     add_draft_option,
     add_model_options,
+    add_state_options,
     open_engine,
     positive,
     prepare,
+    state,
 )
 from umbra.scripts.resumable import ResumableRows
 from umbra.serving.console import StartupProgress
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add_level_option(p)
     add_think_option(p)
     add_lossy_option(p)
+    add_state_options(p, default=None)
     p.add_argument("--batch", type=positive, default=1, metavar="N", help="requests in flight at once (default 1)")
     p.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     p.add_argument("--all-turns", action="store_true", help="all user messages of a prompt, with the answers between")
@@ -80,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING}, stop=tuple(args.stop))
         prompts = load_prompts(args.prompts, limit=args.limit)
+        state(args, default=None)
         if args.out.is_dir():
             raise ValueError(f"--out {args.out} is a folder; give the file to write")
         if args.out.exists() and args.out.samefile(args.prompts):
@@ -102,7 +106,7 @@ def run(args: argparse.Namespace, prompts: list[Prompt], params: SamplingParams,
         model, engine = open_engine(
             args.model, args.quant, args.mesh, kernels=args.kernels, embedding=args.embedding, draft=args.draft,
             shadow=args.shadow, progress=starting, kv=args.kv, slots=args.batch, max_queue=args.batch,
-            logits=args.digest,
+            logits=args.digest, state=state(args, default=None),
         )  # fmt: skip
     try:
         with ResumableRows(args.out, identity(args, model, engine)) as rows, bar(console) as progress:

@@ -233,15 +233,15 @@ def open_engine(
     )  # fmt: skip
     if draft == "shadow" and loaded.shadow is None:
         raise ValueError(f"there is no shadow network for {model}; train one with scripts/train_shadow.py")
-    config, store = EngineConfig(**sizes), None
+    engine_config, store = EngineConfig(**sizes), None
     if state is not None:
         try:
             cache, name = state.on(devices[0].platform), served_name(model)
-            store = open_store(state.folder, loaded, config, cache, mesh=over, name=name)
+            store = open_store(state.folder, loaded, engine_config, cache, mesh=over, name=name)
         except (OSError, ValueError) as error:
             if not state.optional:
                 raise
             log.warning("nothing outlives this process: %s", error)
-    engine = Engine(loaded, config, mesh=over, metrics=metrics, store=store)
+    engine = Engine(loaded, engine_config, mesh=over, metrics=metrics, store=store)
     engine.start(warm=warm, progress=progress)
     return loaded, engine

@@ -20,6 +20,7 @@ from . import (
     drafts,
     exact,
     flat,
+    forms,
     harness,
     kernels,
     levels,
@@ -55,6 +56,7 @@ ABOUT = {
     "quality": "agreement with the float32 model, and perplexity, on its own answers",
     "levels": "the levels side by side: speed, agreement with the trunk, task score, thoughts; subsets of layers",
     "flat": "tokens/s over windows of a long stream, with the growing KV divided out",
+    "schema": "answers in the form of random JSON schemas against free ones: speed, and whether they are valid",
     "skips": "what every layer contributes, and what subsets of layers lose",
     "relax": "what relaxed acceptance loses, and the largest margin within a calibrated bound",
     "exact": "whether ids and logits depend on drafts, batch mates, chunks, pass widths, table width or threads",
@@ -74,10 +76,10 @@ FAST = 4000.0
 TIERED = ("resume", "soak", "cache", "simulate")
 """Benchmarks of the tiers of the context cache."""
 
-ALONE = ("exact", "levels", "skips", "relax", *TIERED)
+ALONE = ("exact", "levels", "schema", "skips", "relax", *TIERED)
 """Benchmarks that compare with nothing else."""
 
-DRAFTED = ("decode", "prefill", "batch", "serve", "flat", "levels", "relax", *TIERED)
+DRAFTED = ("decode", "prefill", "batch", "serve", "flat", "schema", "levels", "relax", *TIERED)
 """Benchmarks that draft as they are told."""
 OPERATIONS = ("kernels", "context")
 """Benchmarks of single operations."""
@@ -102,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
             add_draft_option(sub)
         elif bench in ("passes", "exact"):
             sub.add_argument("--shadow", default="auto", metavar="F", help="the shadow network: auto, off or a file")
-        if bench not in (*OPERATIONS, "soak"):
+        if bench not in (*OPERATIONS, "soak", "schema"):
             built_in = bench in BUILT_IN
             sub.add_argument(
                 "--prompts", type=Path, default=None if built_in else DEFAULT, metavar="F.jsonl",
@@ -137,6 +139,13 @@ def _add_draft_length(sub: argparse.ArgumentParser) -> None:
 def _flat_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--limit", type=positive, default=4, metavar="N", help="first N prompts (default 4)")
     sub.add_argument("--max-tokens", type=positive, default=700, metavar="N", help="tokens of a stream (default 700)")
+
+
+def _schema_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--limit", type=positive, default=20, metavar="N", help="schemas (default 20)")
+    sub.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="tokens of an answer (default 256)")
+    sub.add_argument("--sequences", type=positive, default=1, metavar="N", help="answers at once (default 1)")
+    sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the schemas (default 0)")
 
 
 def _levels_options(sub: argparse.ArgumentParser) -> None:
@@ -304,6 +313,7 @@ _ADD = {
     "exact": _exact_options,
     "levels": _levels_options,
     "flat": _flat_options,
+    "schema": _schema_options,
     "skips": _skips_options,
     "relax": _relax_options,
 }
@@ -379,7 +389,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if args.bench in ("kernels", "exact") and args.mesh:
         raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
     values.setdefault("draft", "off")
-    if args.bench in (*OPERATIONS, "soak"):
+    if args.bench in (*OPERATIONS, "soak", "schema"):
         values["prompts"] = DEFAULT
     if args.bench in BUILT_IN and args.prompts is None:
         values |= {"prompts": DEFAULT, "built_in": True}
@@ -387,7 +397,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         values["against"] = ()
     if args.bench in ONCE:
         values["rounds"] = 1
-    if args.bench in ("levels", "skips", "relax", "context", *TIERED) and args.mesh:
+    if args.bench in ("levels", "skips", "relax", "context", "schema", *TIERED) and args.mesh:
         raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
     if args.bench == "flat" and args.max_tokens < SHORTEST_FLAT:
         raise ValueError(f"flat needs --max-tokens of at least {SHORTEST_FLAT}, got {args.max_tokens}")
@@ -500,6 +510,7 @@ RUN = {
     "exact": exact.run,
     "levels": levels.run,
     "flat": flat.run,
+    "schema": forms.run,
     "skips": lossy.skips,
     "relax": lossy.relax,
 }

@@ -19,6 +19,7 @@ _ARRIVALS = (*_RUNS, "scenario", "clients", "rate", "seed", "trace", "starts")
 USED = {
     "decode": (*_RUNS, "each", "draft_length", "temperature", "busy"),
     "flat": _RUNS,
+    "schema": (*_OURS, "limit", "rounds", "sequences", "max_tokens", "seed"),
     "levels": (*_OURS, "prompts", "limit", "rounds", "max_tokens", "tasks", "thoughts"),
     "skips": (*_MODEL, "prompts", "built_in", "limit", "sequences", "max_tokens"),
     "relax": (*_OURS, "prompts", "built_in", "limit", "sequences", "max_tokens"),

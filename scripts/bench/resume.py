@@ -26,7 +26,6 @@ NEW_TOKENS = 16
 
 WAYS = ("recompute", "device", "memory", "disk, in the page cache", "disk", "disk, after kill -9")
 FORGET = {
-    "device": None,
     "memory": (True, False, False),
     "disk, in the page cache": (True, True, False),
     "disk": (True, True, True),
@@ -75,7 +74,7 @@ def _round(plan: Plan, folder: Path, number: int, say: Say) -> list[Row]:
             worker.call("settle")
             for way in WAYS[:-1]:
                 say(f"round {number + 1} of {plan.rounds}: {way}")
-                if FORGET.get(way) is not None:
+                if way in FORGET:
                     worker.call("forget", *FORGET[way])
                 who, keep = ("bob", "nothing") if way == "recompute" else ("alice", "blocks")
                 rows.append(_row(way, number, len(history), worker.call("ask", history + turn, NEW_TOKENS, who, keep)))
@@ -105,11 +104,10 @@ def _open(plan: Plan, worker: Worker, folder: Path, number: int, say: Say) -> tu
     say(f"round {number + 1} of {plan.rounds}: loading {plan.model}")
     worker.load(our_setup(plan))
     needed = plan.prompt_tokens + plan.new_tokens + NEW_TOKENS
+    if worker.settings["context"] < needed:
+        raise BenchError(f"{needed} tokens are more than the context of {plan.model}, {worker.settings['context']}")
     cache = {"disk_quota": 64 * GIB, "memory": 4 * GIB, "disk_reserve": 0}
-    started = worker.call("start", str(folder), cache, needed, 3.0, 2)
-    if started["context"] < needed:
-        raise BenchError(f"{needed} tokens are more than the context of {plan.model}, {started['context']}")
-    worker.settings |= started
+    worker.settings |= worker.call("start", str(folder), cache, needed, 3.0, 2)
     encoded = worker.call("encode", [prompt.turns[0] for prompt in load_prompts(plan.prompts)])
     shift = number * 7 % len(encoded)
     flat = [token for ids in encoded[shift:] + encoded[:shift] for token in ids]

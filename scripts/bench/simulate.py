@@ -61,6 +61,8 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     if good:
         for name, other in PROFILES.items():
             summary[f"simulated {name}"] = _resume_times(other, plan.histories)
+    if good and plan.plots is not None:
+        _draw_resumed(plan.plots, plan.histories, profile)
     if plan.trace is not None:
         say(f"replaying {plan.trace.name}")
         summary |= _traced(plan, profile, good)
@@ -218,3 +220,17 @@ def _draw(folder: Path, curves: dict[str, list[float]], bound: float) -> None:
     some = [(name, CAPACITIES, values) for name, values in curves.items()]
     some.append(("no limit", CAPACITIES, [bound] * len(CAPACITIES)))
     lines(folder / "hits.png", "Prefix hits by capacity", "blocks", {"share of blocks found": some})
+
+
+def _draw_resumed(folder: Path, histories: Sequence[int], here: Profile) -> None:
+    from .plots import Line, lines
+
+    panels: dict[str, list[Line]] = {}
+    for name, profile in {"this machine (fitted)": here, **PROFILES}.items():
+        title = name if profile.measured else f"{name} (simulated)"
+        ways = [("recomputed", None), *((tier.name, i) for i, tier in enumerate(profile.tiers))]
+        panels[title] = [
+            (way, histories, [1e3 * resume_seconds(profile, history, NEW, tier) for history in histories])
+            for way, tier in ways
+        ]
+    lines(folder / "resume.png", f"ms to the first token of a new turn of {NEW} tokens", "tokens before", panels)

@@ -57,7 +57,7 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     differing = sum(row["differing"] for row in rows)
     summary = {
         "requests": sum(row["requests"] for row in rows), "cancelled": sum(row["cancelled"] for row in rows),
-        "differing": differing, "leaks": 0, **totals,
+        "differing": differing, **totals,
     }  # fmt: skip
     made = report(plan, before, versions, settings, rows, {"umbra": summary})
     return made | {"differences": f"{differing} of {summary['requests']} answers differ" if differing else None}

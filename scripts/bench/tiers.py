@@ -88,12 +88,13 @@ def _writes(plan: Plan, workers: dict[str, Worker], number: int, say: Say) -> li
         for name in order:
             say(f"round {number + 1} of {plan.rounds}: {streams} streams, tiers {name}")
             with workers[name].turn():
-                rate = workers[name].call("decode_rate", prompts, plan.max_tokens, "alice")
+                made = workers[name].call("decode_rate", prompts, plan.max_tokens, "alice")
                 workers[name].call("settle")
             rows.append(
                 {
                     "system": "umbra", "id": f"{streams} streams, tiers {name}", "category": "write", "tiers": name,
-                    "round": number + 1, "streams": streams, "tok_s": rate, "ttft_ms": None, "tokens_per_pass": None,
+                    "round": number + 1, "streams": streams, "tok_s": made["tok_s"],
+                    "upkeep_ms": made["upkeep_s"] * 1e3, "ttft_ms": None, "tokens_per_pass": None,
                 }
             )  # fmt: skip
     return rows
@@ -112,7 +113,8 @@ def _read_summary(rows: Sequence[Row]) -> Summary:
 
 
 def _write_summary(rows: Sequence[Row], stats: dict[str, Any]) -> Summary:
-    """`write_cost`: the share of tokens/s lost, the median over rounds of neighbouring runs."""
+    """`write_cost`: the share of tokens/s lost, the median over rounds of neighbouring runs. `upkeep`: what the
+    engine's thread spends on the tiers, per token."""
     summary: Summary = {}
     written = [row for row in rows if row["category"] == "write"]
     for streams in dict.fromkeys(row["streams"] for row in written):
@@ -125,6 +127,8 @@ def _write_summary(rows: Sequence[Row], stats: dict[str, Any]) -> Summary:
         summary[f"write_cost_of_{streams}"] = median(
             1 - on / off for off, on in zip(rates["off"], rates["on"], strict=True)
         )
+        on = [row for row in written if row["streams"] == streams and row["tiers"] == "on"]
+        summary[f"upkeep_of_{streams}_ms"] = median(row["upkeep_ms"] for row in on)
     disk = stats["tiers"]["disk"]
     summary["written_bytes"] = float(disk["written_bytes"])
     summary["write_amplification"] = stats["write_amplification"]

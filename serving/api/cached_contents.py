@@ -85,7 +85,7 @@ def find_beginning(service: Service, loaded: Loaded, tenant: str, name: str, fie
     content = _reported(lambda: service.conversations.contents.get(service.conversations.space(tenant), name))
     if content.model not in (loaded.name, loaded.model.name):
         raise invalid(field, f"{name} belongs to the model {content.model!r}")
-    return Beginning(content.body["messages"], content.body["tools"], content.token_ids)
+    return Beginning(content.body["messages"], content.body["tools"], content.token_ids.tolist())
 
 
 # ---- the resource
@@ -109,11 +109,11 @@ async def create_content(request: Request, service: Service) -> Response:
     def create() -> CachedContent:
         return contents.create(space, ids, expires=expires, body=kept, display_name=body.display_name or "")
 
-    content = await service.offload(lambda: _reported(create))
+    content = await service.in_storage(lambda: _reported(create))
     try:
         await _compute(service, ids)
     except BaseException:
-        await service.offload(lambda: contents.delete(space, content.name))
+        await service.in_storage(lambda: contents.delete(space, content.name))
         raise
     return JSONResponse(_shown(content, loaded))
 
@@ -165,7 +165,9 @@ async def delete_content(request: Request, service: Service, id: str) -> Respons
 async def _call(request: Request, service: Service, work: Callable[[Any, bytes], T]) -> T:
     """`work` with the contents and the caller's namespace, in a worker."""
     conversations, tenant = service.conversations, request_info(request.scope).tenant
-    return await service.offload(lambda: _reported(lambda: work(conversations.contents, conversations.space(tenant))))
+    return await service.in_storage(
+        lambda: _reported(lambda: work(conversations.contents, conversations.space(tenant)))
+    )
 
 
 def _reported(work: Callable[[], T]) -> T:

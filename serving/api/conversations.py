@@ -50,6 +50,7 @@ class Conversations:
     def __init__(self, store: Store | None, model: str, memory: int) -> None:
         """`memory`: bytes of conversations kept if there is no `store`; then the oldest go."""
         self._store, self._memory = store, memory
+        self._used = 0  # bytes in memory, at most: what was deleted is not subtracted
         if store is None:
             database = Database(None)
             self._interactions = Interactions(database, owner="memory")
@@ -88,15 +89,23 @@ class Conversations:
     ) -> None:
         """`ttl`: seconds it is kept; None: for good. Raises `NotFound` if there is no `parent`, and `Unavailable` if
         nothing can be stored now."""
+        if self._store is None:
+            self._make_room(4 * len(prompt) + len(to_json(request)))
         self._turns.begin(self.space(tenant), prompt, model=model, parent=parent, request=request, id=id, ttl=ttl)
 
     def append(self, answers: Mapping[str, Sequence[int]]) -> None:
         self._turns.append_all(answers)
 
     def finish(self, id: str, rest: Sequence[int], *, status: Status, output: Any, usage: Any) -> None:
-        self._turns.finish(id, rest, status=status, output=output, usage=usage)
         if self._store is None:
-            self._interactions.trim(self._memory)
+            self._make_room(8 * len(rest) + len(to_json(output)))
+        self._turns.finish(id, rest, status=status, output=output, usage=usage)
+
+    def _make_room(self, size: int) -> None:
+        """Before something of this size is kept in memory: the oldest go, some more than needed at a time."""
+        self._used += size
+        if self._used > self._memory:
+            self._used = self._interactions.trim(max(0, self._memory * 3 // 4 - size)) + size
 
     def get(self, tenant: str, id: str) -> Interaction:
         """Raises `NotFound`, `Unreadable`, `Unavailable`."""

@@ -171,14 +171,14 @@ def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, tena
     tools = tools_of(body.tools, body.tool_config, loaded, where)
     field, thinking = f"{where}contents", config.thinking_config
     messages = messages_of(body.contents, body.system_instruction, where=field)
-    fields = {"field": field, "thinking_field": f"{name}.thinkingConfig"}
+    thinking_field = f"{name}.thinkingConfig"
     cached = 0
     if body.cached_content is not None:
         beginning = find_beginning(service, loaded, tenant, body.cached_content, f"{where}cachedContent")
         tools, cached = declared_tools(beginning.tools, loaded), len(beginning.ids)
-        conversation = beginning.followed_by(messages, **fields)
+        conversation = beginning.followed_by(messages, field=field, thinking_field=thinking_field)
     else:
-        conversation = Conversation(messages, None if tools is None else tools.descriptions, **fields)
+        conversation = Conversation(messages, None if tools is None else tools.descriptions, field, thinking_field)
     return Call(
         loaded=loaded,
         conversation=conversation,
@@ -186,7 +186,7 @@ def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, tena
         params=dataclasses.replace(
             sampling_params(config, service, loaded, name), grammar=answer_form(config, tools, name)
         ),
-        effort=effort_of(thinking, service.config.level, f"{name}.thinkingConfig"),
+        effort=effort_of(thinking, service.config.level, thinking_field),
         candidates=candidates_of(config, service, loaded, name),
         show_thoughts=thinking is not None and bool(thinking.include_thoughts),
         tools=tools,

@@ -156,7 +156,7 @@ class InteractionSession:
         if kind == "interaction.cancel":
             event = {"event_type": "interaction.cancelled", "interaction_id": self.id, **usage}
         else:
-            times = {name: told[name] for name in ("created", "updated") if name in told}
+            times: dict[str, Any] = {name: told[name] for name in ("created", "updated") if name in told}
             event = {"event_type": "interaction.completed", "interaction": told, **times, **usage}
         self.over = True
         await self._socket.send(frame(event))

@@ -74,6 +74,7 @@ class Call:
     names: dict[str, str]
     summary: bool
     linger: float
+    ttl: float
 
     @property
     def stored(self) -> bool:
@@ -92,6 +93,7 @@ class Call:
             stored=self.stored,
             background=bool(body.background),
             linger=self.linger if body.stream else 0.0,
+            ttl=self.ttl,
         )
 
     def _writer(self, prepared: Prepared) -> InteractionWriter:
@@ -129,6 +131,13 @@ def revive(loaded: Loaded, row: Interaction) -> InteractionWriter:
     resource = {**row.request["resource"], "steps": []}
     thinks = thinking_of(row) is not None
     return InteractionWriter(resource, thinks=thinks, summary=row.request["shown"], tools=stored_tools(loaded, row))
+
+
+_SAME_OPTIONS = (
+    "temperature", "top_p", "top_k", "seed", "stop_sequences", "max_output_tokens", "presence_penalty",
+    "frequency_penalty", "speech_config", "image_config",
+)  # fmt: skip
+"""Options that the Gemini protocol has by the same name."""
 
 
 # ---- creating
@@ -222,6 +231,7 @@ def _call(service: Service, loaded: Loaded, body: InteractionBody, turn: Turn | 
         names=names,
         summary=_summaries(given),
         linger=service.config.resume_grace,
+        ttl=service.config.retention,
     )
 
 
@@ -233,9 +243,7 @@ def _summaries(config: InteractionConfig) -> bool:
 
 def _as_gemini(body: InteractionBody, config: InteractionConfig) -> GenerationConfig:
     """The options in the form of the Gemini protocol."""
-    same = ("temperature", "top_p", "top_k", "seed", "stop_sequences", "max_output_tokens", "presence_penalty")
-    same += ("frequency_penalty", "speech_config", "image_config")
-    options = {name: getattr(config, name) for name in same}
+    options = {name: getattr(config, name) for name in _SAME_OPTIONS}
     if config.video_config is not None:
         raise unsupported("generation_config.video_config", "'generation_config.video_config': supported: text")
     thinking = None

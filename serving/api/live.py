@@ -107,6 +107,8 @@ class LiveSession:
         if stored is None:
             raise ApiError(404, "'setup.sessionResumption.handle': there is no such session, or it has expired")
         self._turn = turn_of(stored, self._service.conversations, self._socket.tenant)
+        calls = stored.output["messages"][-1].get("tool_calls", ())
+        self._waiting = {call["id"]: call["function"]["name"] for call in calls}
 
     # ---- what the client says
 

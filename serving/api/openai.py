@@ -171,11 +171,13 @@ async def _chunks(
 
 def usage(emissions: Sequence[Emission], n: int) -> dict[str, Any]:
     """Tokens of a request, from the last emission of each choice: every prompt counts once, however many choices (`n`)
-    it has; every output token counts."""
+    it has; every output token counts, and so do, as the protocol has it, tokens of a prediction that did not come
+    true."""
     finished = [emission.usage or Usage(0, 0) for emission in emissions]
     prompts = finished[::n]
     prompt = sum(one.prompt_tokens for one in prompts)
-    completion = sum(one.completion_tokens for one in finished)
+    rejected = sum(one.rejected_prediction_tokens for one in finished)
+    completion = sum(one.completion_tokens for one in finished) + rejected
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -184,8 +186,8 @@ def usage(emissions: Sequence[Emission], n: int) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": sum(one.thought_tokens for one in finished),
             "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(one.accepted_prediction_tokens for one in finished),
+            "rejected_prediction_tokens": rejected,
         },
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from typing import Any
 
@@ -15,12 +16,12 @@ from ..engine.thoughts import Thinking
 from .answer_form import answer_grammar
 from .body import read_json
 from .conversation import Conversation
-from .errors import bad_request, context_exceeded
+from .errors import bad_request, context_exceeded, unsupported
 from .logprobs import TextAligner, aligner, finite, token_bytes
 from .openai import FINISH, Call, respond
 from .openai_effort import effort_of
 from .openai_format import asked_form
-from .openai_messages import template_messages
+from .openai_messages import content_text, template_messages
 from .openai_options import check_logprobs, check_options, sampling_params
 from .openai_tools import nested_tools
 from .schemas import ChatBody, parse
@@ -42,6 +43,7 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     form = tool_format(loaded.model.chat_template)
     tools = nested_tools(body.tools, body.tool_choice, form, parallel=body.parallel_tool_calls)
     grammar = answer_grammar(tools, asked_form(body, body.response_format, "response_format"))
+    predicted = _prediction(body)
     effort = effort_of(body, service.config.level)
     if loaded.thinker is None:
         message = f"The model '{loaded.name}' has no chat template; use /v1/completions"
@@ -59,7 +61,7 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
         body=body,
         loaded=loaded,
         shape=_ChatShape(loaded, params.logprobs is not None, tools),
-        prepare=lambda: [_prepare(loaded, messages, tools, params, effort)],
+        prepare=lambda: [_prepare(loaded, messages, tools, _predicting(params, predicted, loaded), effort)],
         prompts=1,
         prompt_param="messages",
         ignored=ignored,
@@ -80,6 +82,26 @@ def _prepare(
     described = None if tools is None else tools.descriptions
     conversation = Conversation(messages, described, field="messages", thinking_field="reasoning_effort")
     return conversation.prepare(loaded, params, effort)
+
+
+def _prediction(body: ChatBody) -> str:
+    """The text that the answer may be; empty: none is given."""
+    given = body.prediction
+    if given is None:
+        return ""
+    if given.type != "content":
+        text = f"'prediction.type': {given.type[:40]!r} is not supported; supported: 'content'"
+        raise unsupported("prediction.type", text)
+    return content_text(given.content, "prediction")
+
+
+def _predicting(params: SamplingParams, text: str, loaded: Loaded) -> SamplingParams:
+    """`params` with the tokens of `text` to draft from. Takes time: for a worker."""
+    tokenizer = loaded.model.tokenizer
+    if not text or tokenizer is None:
+        return params
+    loaded.check_length((text,), "prediction")
+    return dataclasses.replace(params, prediction=tuple(tokenizer.encode(text)))
 
 
 def _logprobs(body: ChatBody) -> int | None:

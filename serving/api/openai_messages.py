@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from .body import json_type
 from .errors import ApiError, bad_request, unsupported
-from .schemas import ChatMessage
+from .schemas import ChatMessage, Part
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -94,12 +94,16 @@ def _reasoning(message: ChatMessage, where: str) -> str | None:
 
 
 def _text(message: ChatMessage, where: str) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
+    if message.content is None:
         text = f"Invalid value for '{where}.content': expected a string or an array of text parts, but got null."
         raise bad_request(text, f"{where}.content", "invalid_value")
+    return content_text(message.content, where)
+
+
+def content_text(content: str | Sequence[Part], where: str) -> str:
+    """The text in the `content` of the field `where`."""
+    if isinstance(content, str):
+        return content
     texts = []
     for i, part in enumerate(content):
         param = f"{where}.content[{i}]"

@@ -34,7 +34,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": (_EMPTY, "here the form of the text stands in 'text.format'; leave it out"),
     "modalities": ((*_EMPTY, ["text"]), 'only text is supported; supported: ["text"]'),
     "audio": (_EMPTY, "audio is not supported; supported: text"),
-    "prediction": (_EMPTY, "predicted outputs are not supported; leave it out"),
+    "prediction": (_EMPTY, "only chat completions have predicted outputs; leave it out"),
     "reasoning_effort": ((*_EMPTY, "none"), f"{_NO_THOUGHTS}; supported: 'none'"),
     "reasoning": (_EMPTY, f"{_NO_THOUGHTS}; leave it out"),
     "thinking": ((*_EMPTY, {"type": "disabled"}), f'{_NO_THOUGHTS}; supported: {{"type": "disabled"}}'),

@@ -30,7 +30,7 @@ from .openai_options import check_logprobs, check_options, out_of_range, samplin
 from .openai_tools import flat_tools
 from .reporting import effort_notes, outcome, timing_headers
 from .responses_body import ResponsesBody, input_items, messages_of
-from .responses_events import Listed, ResponseWriter
+from .responses_events import Listed, ResponseWriter, encode, failed
 from .runs import Plan, Reader
 from .schemas import parse
 from .service import Loaded, Service
@@ -72,6 +72,7 @@ class Call:
     messages: list[dict[str, Any]]  # the new ones
     names: dict[str, str]
     ignored: list[str]
+    ttl: float
 
     def plan(self) -> Plan:
         body = self.body
@@ -85,6 +86,7 @@ class Call:
             parent=body.previous_response_id,
             stored=body.store is not False,
             background=bool(body.background),
+            ttl=self.ttl,
         )
 
     def prepare(self) -> Prepared:
@@ -202,6 +204,8 @@ async def delete_response(request: Request, service: Service, response_id: str) 
 async def cancel_response(request: Request, service: Service, response_id: str) -> Response:
     """End a response that runs in the background; one that has ended stays as it is."""
     run = service.runs.find(request_info(request.scope).tenant, response_id, API)
+    if run is not None and not run.plan.stored:
+        run = None
     resource = run.resource if run is not None else (await _stored(request, service, response_id)).resource
     if not resource["background"]:
         raise bad_request("Only background responses can be cancelled.", "response_id")
@@ -324,6 +328,7 @@ def _call(body: ResponsesBody, service: Service, loaded: Loaded, turn: Turn | No
         items=items,
         messages=told,
         names=names,
+        ttl=service.config.retention,
         ignored=[name for name in ignored if name not in _HARMLESS],
     )
 
@@ -433,9 +438,7 @@ def _stream(request: Request, service: Service, reader: Reader, headers: dict[st
         events(),
         reply=reader,
         watch=Watch(request, reader),
-        error_event=lambda error: b"".join(
-            run.writer.encode(event, run.log.next + i) for i, event in enumerate(run.writer.fail(error))
-        ),
+        error_event=lambda error: encode(failed(error) | {"sequence_number": reader.number + 1}),
         send_timeout=service.config.send_timeout,
         headers=headers,
     )

@@ -14,13 +14,17 @@ def timing_headers(emission: Emission) -> dict[str, str]:
     times, used = emission.timings, emission.usage
     if times is None or used is None:
         return {}
-    return {
+    headers = {
         "x-umbra-queue-ms": f"{times.queued * 1000:.1f}",
         "x-umbra-ttft-ms": f"{times.ttft * 1000:.1f}",
         "x-umbra-total-ms": f"{times.total * 1000:.1f}",
         "x-umbra-cached-tokens": str(used.cached_tokens),
         "x-umbra-tokens-per-pass": f"{used.completion_tokens / max(times.passes, 1):.2f}",
     }
+    if used.cached_by_tier:
+        headers["x-umbra-cached-by-tier"] = ", ".join(f"{tier}={tokens}" for tier, tokens in used.cached_by_tier)
+        headers["x-umbra-cache-ms"] = f"{times.cache * 1000:.1f}"
+    return headers
 
 
 def effort_notes(prepared: Prepared) -> dict[str, str]:
@@ -50,6 +54,8 @@ def metadata(emissions: Sequence[Emission], fingerprint: str) -> dict[str, Any]:
             "cachedTokens": used.cached_tokens,
             "tokensPerPass": round(used.completion_tokens / max(times.passes, 1), 2),
         }
+        if used.cached_by_tier:
+            out |= {"cachedByTier": dict(used.cached_by_tier), "cacheMs": round(times.cache * 1000, 1)}
     return out
 
 
@@ -62,4 +68,7 @@ def outcome(emissions: Sequence[Emission]) -> dict[str, Any]:
     }
     if first is not None:
         out |= {"queue_ms": round(first.queued * 1000, 1), "ttft_ms": round(first.ttft * 1000, 1)}
+    used = emissions[0].usage
+    if used is not None and used.cached_by_tier:
+        out["cached"] = ",".join(f"{tier}={tokens}" for tier, tokens in used.cached_by_tier)
     return out

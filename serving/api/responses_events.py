@@ -9,12 +9,13 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from ..engine.request import Emission, Usage
+from .answer_pieces import Pieces
 from .errors import ApiError
 from .eventlog import Event
 from .runs import Ending
 from .stream import event as data_event
 from .stream import event_data
-from .tool_calls import CallParser, Piece, ToolCall, Tools, written
+from .tool_calls import ToolCall, Tools
 
 Listed = Callable[[Emission], list[dict[str, Any]]]
 """Gives the log-probabilities of the tokens whose text has come with an emission."""
@@ -37,9 +38,7 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = response["output"]
         self._summary = summary
         self._listed = listed
-        self._names = tools.names if tools is not None else frozenset()
-        self._form = tools.form if tools is not None else None
-        self._calls = CallParser(tools.form) if tools is not None else None
+        self._pieces = Pieces(tools)
         self._thinks = thinks
         self._open: str | None = None  # type of the last item while it may grow
         self._thought = ""
@@ -56,12 +55,7 @@ class ResponseWriter:
         """The events of an emission; its finish reason is left to `end`."""
         events = self._think(emission.thought) if emission.thought and self._open == "reasoning" else []
         self._waiting += self._listed(emission) if self._listed is not None else []
-        pieces: list[Piece] = [emission.text] if emission.text else []
-        if self._calls is not None:
-            pieces = self._calls.push(emission.text)
-            if emission.finish_reason is not None:
-                pieces += self._calls.finish()
-        for piece in pieces:
+        for piece in self._pieces.take(emission):
             events += self._piece(piece)
         return events
 
@@ -85,7 +79,7 @@ class ResponseWriter:
         code = error.code or "server_error"
         self.resource |= {"status": "failed", "error": {"code": code, "message": error.message}}
         return [
-            self._event("error", code=code, message=error.message, param=error.param),
+            failed(error),
             self._event("response.failed", response=self._snapshot()),
         ]
 
@@ -145,13 +139,10 @@ class ResponseWriter:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return [*events, self._event("response.content_part.added", **self._place(content_index=0), part=part)]
 
-    def _piece(self, piece: Piece) -> list[Event]:
-        if isinstance(piece, ToolCall) and piece.name in self._names:
+    def _piece(self, piece: str | ToolCall) -> list[Event]:
+        if isinstance(piece, ToolCall):
             self._waiting = []
             return self._call(piece)
-        if not isinstance(piece, str):
-            assert self._form is not None
-            piece = written(piece, self._form)  # a call that cannot be handed over stays what the model wrote
         events = [] if self._open == "message" else self._message()
         listed, self._waiting = self._waiting, []
         self._text += piece
@@ -227,6 +218,10 @@ def usage(used: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": used.thought_tokens},
         "total_tokens": used.prompt_tokens + used.completion_tokens,
     }
+
+
+def failed(error: ApiError) -> Event:
+    return {"type": "error", "code": error.code or "server_error", "message": error.message, "param": error.param}
 
 
 def encode(event: Event) -> bytes:

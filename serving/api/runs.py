@@ -37,6 +37,9 @@ CHECKPOINT = 0.5
 REPLAY_BYTES = 4 << 20
 """Events of one run that are kept one by one; beyond that, neighbouring pieces of text become one."""
 
+LINGER_BYTES = 32 << 20
+"""Events of all runs that have ended, are stored nowhere, and may be asked for again by a reader that lost them."""
+
 Ending: TypeAlias = Literal["finished", "cancelled", "incomplete"]
 """How an answer ended that did not fail: by itself, by its client, or because the server or its reader went away."""
 
@@ -140,7 +143,7 @@ class Run:
 
     def stop(self, ending: Ending) -> None:
         """End the engine's work; the run ends soon after."""
-        if not self.ended:
+        if not self.finishing:
             self.ending = ending
             self._reply.cancel()
 
@@ -237,6 +240,7 @@ class Runs:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._running: dict[tuple[str, str], Run] = {}
+        self._lingering: dict[tuple[str, str], int] = {}  # ended and not stored, the oldest first: bytes of events
         self._tasks: set[asyncio.Task[None]] = set()
         self._saver: asyncio.Task[None] | None = None
 
@@ -254,7 +258,7 @@ class Runs:
         run = Run(plan, tenant, prepared, writer, reply)
         if plan.stored:
             try:
-                await service.offload(lambda: self._begin(run))
+                await service.in_storage(lambda: self._begin(run))
             except BaseException:
                 reply.close()
                 raise
@@ -277,7 +281,7 @@ class Runs:
             run.stop("cancelled")
             await run.done()
             self._running.pop((tenant, id), None)
-        await self._service.offload(lambda: self._conversations.delete(tenant, id))
+        await self._service.in_storage(lambda: self._conversations.delete(tenant, id))
 
     @property
     def running(self) -> list[Run]:
@@ -401,7 +405,7 @@ class Runs:
         if run._saving is not None:
             await run._saving
         try:
-            await self._service.offload(store)
+            await self._service.in_storage(store)
         except Exception as error:
             log.error("the answer of %s could not be stored: %s", run.id, error)
             return unavailable("The answer could not be stored", "storage_unavailable", 10.0)
@@ -419,7 +423,7 @@ class Runs:
             for run in growing:
                 run._unsaved, run._saving = [], saved
             try:
-                await self._service.offload(lambda answers=answers: self._conversations.append(answers))  # type: ignore[misc]
+                await self._service.in_storage(lambda answers=answers: self._conversations.append(answers))  # type: ignore[misc]
             except Exception as error:
                 log.error("the tokens of running answers could not be stored: %s", error)
                 for run in growing:
@@ -431,9 +435,16 @@ class Runs:
 
     def _forget_later(self, run: Run) -> None:
         """What is stored can be asked for there. Of what is not, the end is kept for a while for a reader that lost
-        its connection."""
+        its connection, as far as there is room."""
+        key = (run.tenant, run.id)
         if run.plan.stored or not run.plan.linger:
-            self._running.pop((run.tenant, run.id), None)
-        else:
-            loop = asyncio.get_running_loop()
-            loop.call_later(run.plan.linger, self._running.pop, (run.tenant, run.id), None)
+            self._running.pop(key, None)
+            return
+        self._lingering[key] = run.log.size
+        while sum(self._lingering.values()) > LINGER_BYTES:
+            self._forget(next(iter(self._lingering)))
+        asyncio.get_running_loop().call_later(run.plan.linger, self._forget, key)
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        if self._lingering.pop(key, None) is not None:
+            self._running.pop(key, None)

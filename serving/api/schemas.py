@@ -87,6 +87,13 @@ class ThinkingOptions(_Body):
     budget_tokens: int | None = None
 
 
+class Prediction(_Body):
+    """What the answer may say, most of it probably: of `type` content."""
+
+    type: str
+    content: str | Array[Part]
+
+
 class ChatBody(SamplingBody):
     """`thinking_budget`, our own: tokens of thought, 0 for none, -1 for as many as the request seems to need."""
 
@@ -102,6 +109,7 @@ class ChatBody(SamplingBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
 
 class CompletionBody(SamplingBody):

@@ -151,6 +151,7 @@ class Service:
         self._loaded: Loaded | None = None
         self._bridge: Bridge | None = None
         self._workers = ThreadPoolExecutor(self.config.workers, thread_name_prefix="api-worker")
+        self._storage = ThreadPoolExecutor(1, thread_name_prefix="api-storage")
 
     def attach(self, engine: EnginePort, model: ModelPort) -> None:
         """The model is loaded and its engine started. Called from any thread."""
@@ -194,6 +195,12 @@ class Service:
         """Run `work` in a worker thread, so that templates, tokenizing and large JSON never hold up the event loop."""
         inherited = contextvars.copy_context()  # log lines of the worker carry the request's id
         return await asyncio.get_running_loop().run_in_executor(self._workers, inherited.run, work)
+
+    async def in_storage(self, work: Callable[[], T]) -> T:
+        """Run `work`, which uses the conversations, in the thread that waits for the disk: one, since the database does
+        one thing at a time, and not a worker's, which others wait for."""
+        inherited = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._storage, inherited.run, work)
 
     def new_reply(self, *, timed: bool = True) -> Reply:
         """A reply to the request that is being handled. `timed`: it must be complete within the request's time; what
@@ -252,6 +259,7 @@ class Service:
     def close(self) -> None:
         self.stopping = True
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._storage.shutdown(wait=False, cancel_futures=True)
 
     def _cancel(self, request_id: str) -> None:
         if self._loaded is not None:

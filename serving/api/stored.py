@@ -76,7 +76,7 @@ def record(
 async def find(service: Service, tenant: str, id: str, api: str, revive: Revive) -> Stored | None:
     """A stored answer of `api`; None if there is none. Raises an `ApiError` if it cannot be read."""
     loaded = service.loaded
-    return await service.offload(lambda: load(loaded, service.conversations, tenant, id, api, revive))
+    return await service.in_storage(lambda: load(loaded, service.conversations, tenant, id, api, revive))
 
 
 def load(loaded: Loaded, conversations: Conversations, tenant: str, id: str, api: str, revive: Revive) -> Stored | None:
@@ -101,11 +101,14 @@ def load(loaded: Loaded, conversations: Conversations, tenant: str, id: str, api
 
 
 def turn_of(stored: Stored, conversations: Conversations, tenant: str) -> Turn:
-    """What goes on from a stored answer."""
+    """What goes on from a stored answer. Raises an `ApiError` while another process is making it."""
     row, request = stored.row, stored.row.request
+    if row.status == "in_progress":
+        message = f"'{row.id}' is still in progress, on another server"
+        raise ApiError(400, message, code="failed_precondition")
     return Turn(
         row.id,
-        row.token_ids,
+        row.token_ids.tolist(),
         request["system"],
         request["tools"],
         {**request["names"], **stored.output["names"]},

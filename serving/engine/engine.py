@@ -204,12 +204,12 @@ class Engine:
         if self._thread is not None:
             raise RuntimeError("the engine was already started")
         if warm:
+            if self._grammars is not None:
+                self._guides.run(self._grammars.prepare)
             self.device.compile(progress)
         else:
             self.device.use_one_tile()  # exact without the check that a warm start makes
         self._compiled_at_ready = CompilationCounter.count
-        if warm and self._grammars is not None:
-            self._guides.run(self._grammars.prepare)
         self._thread = threading.Thread(target=self._loop, name="umbra-engine", daemon=True)
         self._thread.start()
         self._ready = True
@@ -444,9 +444,10 @@ class Engine:
             return True
         if self._tiers is not None and self._tiers.copy_down(now=True):
             return True  # it gave blocks back, which somebody may wait for
-        if self._guides.busy:
-            self._guides.wait(10 * PATIENCE, everything=False)
-            return True
+        if any(seq.guide is not None and seq.phase is Phase.DECODE for shard in self.shards for seq in shard.running):
+            if self._guides.busy:
+                self._guides.wait(10 * PATIENCE, everything=False)
+            return True  # also if what it waited for was found just now
         return bool(self._waiting or self._outbox) and not self._loading
 
     def _bring_up(self) -> None:

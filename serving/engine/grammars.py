@@ -77,8 +77,11 @@ class Grammars:
         self._vocabulary: tuple[LLTokenizer, Ends] | None = None
         self.words = -(-vocab_size // 32)
 
-    def prepare(self) -> tuple[LLTokenizer, Ends]:
-        """Read the vocabulary, which takes about a second for the first grammar."""
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes about a second, before the first grammar needs it."""
+        self._read()
+
+    def _read(self) -> tuple[LLTokenizer, Ends]:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = _vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
@@ -101,7 +104,7 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Compiled:
         from llguidance import LLMatcher, LLParserLimits
 
-        vocabulary, ends = self.prepare()
+        vocabulary, ends = self._read()
         limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
         matcher = LLMatcher(vocabulary, _definition(grammar), log_level=0, limits=limits)
         first = np.zeros(self.words, np.uint32)
@@ -155,6 +158,8 @@ def _vocabulary(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> tupl
     from llguidance import LLTokenizer, TokenizerWrapper
 
     special = getattr(tokenizer, "special_ids", {})
+    texts = [tokenizer.token_bytes(i) for i in range(min(size, tokenizer.vocab_size))]
+    greedy = _Greedy(texts)
 
     class Wrapped:
         """What llguidance asks of a tokenizer."""
@@ -162,16 +167,38 @@ def _vocabulary(tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> tupl
         eos_token_id = eos_ids[0]
         bos_token_id = None
         special_token_ids = sorted({*special.values(), *eos_ids})
-        tokens = [tokenizer.token_bytes(i) for i in range(min(size, tokenizer.vocab_size))]
+        tokens = list(texts)
 
         def __call__(self, text: str | bytes) -> list[int]:
-            return tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+            data = text.encode() if isinstance(text, str) else text
+            ids = tokenizer.encode(data.decode("utf-8", "replace"))
+            same = b"".join(map(tokenizer.token_bytes, ids)) == data  # some put a space in front
+            return ids if same else greedy(data)
 
     for text, i in special.items():
-        if i < len(Wrapped.tokens):
+        if i < len(texts):
             Wrapped.tokens[i] = text.encode()
     vocabulary = LLTokenizer(TokenizerWrapper(Wrapped()), n_vocab=size, eos_token=list(eos_ids))
-    return vocabulary, Ends(Wrapped.tokens, eos_ids)
+    return vocabulary, Ends(texts, eos_ids, size, getattr(tokenizer, "eos_id", None))
+
+
+class _Greedy:
+    """Cuts text into the longest tokens there are, from left to right."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._ids = {text: i for i, text in reversed(list(enumerate(tokens))) if text}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, data: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                break  # a vocabulary without bytes: what comes is not forced
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
 
 
 def _fill(matcher: LLMatcher, mask: np.ndarray) -> None:
@@ -241,6 +268,8 @@ class Guide:
             if place == most or self._matcher.is_stopped():
                 break
             token = _only(masks[place])
+            if token is None:
+                token = self._ends.only_end(masks[place])
             drafted = chain.tokens[place] if follows and place < len(chain.tokens) else None
             if token is None and (drafted is None or not _allows(masks[place], drafted)):
                 break
@@ -303,7 +332,7 @@ class Guides:
     def wait(self, seconds: float, *, everything: bool) -> None:
         """Until everything, or anything more, is found, but no longer than `seconds`."""
         with self._changed:
-            least = 0 if everything else self._busy - 1
+            least = 0 if everything else max(0, self._busy - 1)
             self._changed.wait_for(lambda: self._busy <= least, seconds)
 
     def close(self) -> None:

@@ -78,12 +78,14 @@ def kv_fingerprint(model: Model, numerics: str, kv: KVFormat, layers: tuple[int,
     )  # fmt: skip
 
 
+@functools.lru_cache(1)  # a store and an engine ask for the same one
 def _vocabulary(tokenizer: Tokenizer | None, size: int) -> bytes:
     """A digest of what the token ids stand for."""
     digest = hashlib.sha256()
-    for token in range(size if tokenizer is not None else 0):
-        text = tokenizer.token_bytes(token)
-        digest.update(len(text).to_bytes(4, "little") + text)
+    if tokenizer is not None:
+        for token in range(size):
+            text = tokenizer.token_bytes(token)
+            digest.update(len(text).to_bytes(4, "little") + text)
     return digest.digest()
 
 

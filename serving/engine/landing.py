@@ -21,7 +21,25 @@ LONGEST_WAY = 512
 LEAST_SLACK = 16
 """Tokens to spare when the way to the end is taken: one token of the model's choice may make it longer."""
 
-_ENDS = ('"}', '"]', '"', "}", "]", ' ""', " []", " {}", '""', "[]", "{}", " null", "null", "0", "1", " 0", " 1")
+_ENDS: tuple[str, ...] = (
+    '"}',
+    '"]',
+    '"',
+    "}",
+    "]",
+    ' ""',
+    " []",
+    " {}",
+    '""',
+    "[]",
+    "{}",
+    " null",
+    "null",
+    "0",
+    "1",
+    " 0",
+    " 1",
+)
 _ENDS += (",", " true", " false", "true", "false", ' "', " [", " {")
 """Tokens that bring JSON nearer to its end, the best first."""
 
@@ -38,9 +56,16 @@ class Fill(Protocol):
 class Ends:
     """The tokens of one vocabulary that end things."""
 
-    def __init__(self, tokens: Sequence[bytes], eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokens: Sequence[bytes], eos_ids: Sequence[int], vocab_size: int, eos_id: int | None = None
+    ) -> None:
+        """`eos_id` is the one of `eos_ids` that a model uses most."""
         ids = {text: i for i, text in reversed(list(enumerate(tokens)))}
         self._eos = frozenset(eos_ids)
+        self._end = eos_id if eos_id in self._eos else eos_ids[-1]
+        self._others = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        for i in eos_ids:
+            self._others[i >> 5] &= ~(np.uint32(1) << np.uint32(i & 31))
         self._best = [*eos_ids, *(ids[text.encode()] for text in _ENDS if text.encode() in ids)]
 
     def way(self, matcher: LLMatcher, words: int, fill: Fill) -> tuple[int, ...] | None:
@@ -59,6 +84,10 @@ class Ends:
                 break
         matcher.rollback(len(way) - ended)
         return tuple(way) if ended else None
+
+    def only_end(self, mask: np.ndarray) -> int | None:
+        """The likely end of the text, where `mask` allows nothing but an end."""
+        return None if (mask & self._others).any() else self._end
 
     def _choose(self, mask: np.ndarray) -> int | None:
         for token in self._best:

@@ -128,6 +128,9 @@ class Usage:
     thought_tokens: int = 0
     cached_by_tier: tuple[tuple[str, int], ...] = ()
     """The cached ones by where their KV was: "device", "memory", "disk" or "objects"."""
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+    """Tokens of `SamplingParams.prediction` that the answer has, and those that it has not (`prediction.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ...cache.load import Load
 from ...configs.engine import BLOCK, MAX_DRAFT
 from ...kernels.attention import KVPool
 from .grammars import Guide
+from .prediction import came_true
 from .request import SOURCES, Emission, FinishReason, Keep, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
 
@@ -185,6 +186,19 @@ class Sequence:
             if source:
                 self.accepted[source] = self.accepted.get(source, 0) + 1
 
+    def _usage(self, thoughts: int) -> Usage:
+        prediction = self.params.prediction
+        true = came_true(prediction, self.generated) if prediction else 0
+        return Usage(
+            len(self.prompt),
+            len(self.generated),
+            self.cached,
+            thoughts,
+            tuple((tier, n) for tier, n in self.found.items() if n),
+            accepted_prediction_tokens=true,
+            rejected_prediction_tokens=len(prediction) - true,
+        )
+
     def close(self, reason: FinishReason, emission: Emission, error: str | None = None) -> Emission:
         """The last emission: `emission` with the held-back text, usage and timings."""
         now = time.monotonic()
@@ -196,13 +210,7 @@ class Sequence:
             text=emission.text + rest,
             thought=emission.thought + thought,
             finish_reason=reason,
-            usage=Usage(
-                len(self.prompt),
-                len(self.generated),
-                self.cached,
-                thoughts,
-                tuple((tier, n) for tier, n in self.found.items() if n),
-            ),
+            usage=self._usage(thoughts),
             timings=Timings(
                 queued=(self.admitted or now) - self.submitted,
                 ttft=(self.first_token or now) - self.submitted,

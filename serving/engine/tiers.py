@@ -14,6 +14,7 @@ Several blocks are copied at once. Waiting for the copy, packing and writing hap
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections import Counter
@@ -113,7 +114,7 @@ class Tiers:
     def _take(self, shard: Shard, seq: Sequence, most: int | None) -> list[Arrived]:
         load = seq.load
         assert load is not None
-        blocks = load.poll(most)
+        blocks = load.poll(most, least=COPY_BLOCKS)  # a call of the program takes as long for one
         if blocks:
             at = [seq.blocks[block.info.position // BLOCK] for block in blocks]
             contents = [jax.tree.unflatten(self._structure, block.arrays) for block in blocks]
@@ -196,7 +197,7 @@ class Tiers:
             copy = _Copy(self._device.copy_out([(each.shard.index, each.block) for each in part]))
             for i, each in enumerate(part):
                 at = each.shard.index * COPY_BLOCKS + i
-                self.cache.offer(each.info, lambda copy=copy, at=at: copy.arrays(at), persist=each.persist)
+                self.cache.offer(each.info, functools.partial(copy.arrays, at), persist=each.persist)
                 each.shard.pool.release([each.block])
         return True
 

@@ -305,7 +305,9 @@ def test_a_slow_tier_is_not_loaded_from(tmp_path):
             match = cache.match(ALICE, ids)
             if match.tokens:
                 break
-        assert bring(cache, match) == (10 * 128 - 1, ""), "it is tried again some time"
+        got, failure = bring(cache, match)
+        # The last block, of which 127 tokens are of use, may just not pay yet.
+        assert got >= 9 * 128 and not failure, "it is tried again some time"
 
 
 def test_tiers_that_cannot_be_opened_are_left_out(tmp_path, caplog):

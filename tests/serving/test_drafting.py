@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from umbra.configs.engine import EngineConfig
 from umbra.kernels.draft import SHADOW
 from umbra.model.load import Model
 from umbra.serving.engine import Engine, SamplingParams
 from umbra.serving.engine.blocking import Completion
+from umbra.serving.engine.prediction import came_true
 from umbra.serving.engine.thoughts import Thinking
 
 BASE = EngineConfig(slots=4, context_length=512, blocks=40, prefill_chunk=48, logits=True)
@@ -215,3 +218,28 @@ def test_thoughts_survive_pauses(model: Model) -> None:
             assert (engine.stats().preemptions > 0) == (blocks == 6)
     assert outcomes[0] == outcomes[1]
     assert all(tokens[150:155] == (7, 8, 9, 500, 501) and thoughts == 155 for tokens, thoughts in outcomes[0])
+
+
+def test_a_prediction_changes_no_ids(drafting: Engine, model: Model) -> None:
+    """A wrong beginning, most of what comes, an end that does not; and one that there is no room for."""
+    prompt = [300 + i for i in range(30)]
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=9, draft="lookup", ignore_eos=True)
+    (plain,) = drafting.generate([prompt], params)
+    predicted = (7, 8, 9, *plain.token_ids[4:50], 11, 12)
+    (got,) = drafting.generate([prompt], dataclasses.replace(params, prediction=predicted))
+    assert got.token_ids == plain.token_ids
+    assert dict(got.timings.accepted)["lookup"] > 25 and got.timings.passes < plain.timings.passes - 20
+    assert got.usage.accepted_prediction_tokens >= 46
+    assert got.usage.accepted_prediction_tokens + got.usage.rejected_prediction_tokens == len(predicted)
+    for other in (predicted * 20, (5,) * 2000):
+        assert drafting.generate([prompt], dataclasses.replace(params, prediction=other))[0].token_ids == got.token_ids
+    with pytest.raises(ValueError, match="prediction has a token id"):
+        drafting.generate([prompt], dataclasses.replace(params, prediction=(512,)))
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.lists(st.integers(0, 5), max_size=30))
+def test_what_came_true(prediction: list[int], answer: list[int]) -> None:
+    assert came_true(prediction, prediction) == len(prediction)
+    assert 0 <= came_true(prediction, answer) <= min(len(prediction), len(answer))
+    assert came_true(prediction, [9, *prediction]) >= len(prediction) - 1
+    assert came_true([], answer) == came_true(prediction, []) == 0

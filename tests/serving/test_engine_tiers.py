@@ -7,6 +7,7 @@ import dataclasses
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,6 +280,36 @@ def test_many_at_once_with_a_pool_that_holds_none_of_it(model: object, tmp_path:
             assert [answer.token_ids for answer in answers] == alone
             settle(engine)
         assert engine.store.cache.stats().tiers["disk"].hit_tokens > 0
+
+
+def test_a_pool_shared_by_machines(model: object, tmp_path: Path) -> None:
+    prompt = prompt_of(400)
+    cache = dataclasses.replace(ALWAYS, disk_quota=0, object_store=f"file://{tmp_path / 'pool'}")
+    with running(model, tmp_path / "one", cache=cache) as engine:
+        first = ask(engine, prompt)
+    (tmp_path / "two").mkdir()
+    shutil.copy(tmp_path / "one" / "secret", tmp_path / "two" / "secret")
+    both = dataclasses.replace(cache, disk_quota=1 << 26)
+    with running(model, tmp_path / "two", cache=both) as engine:
+        again = ask(engine, prompt)
+        assert again.token_ids == first.token_ids and tiers(again) == {"objects": 384}
+    with running(model, tmp_path / "two", cache=both) as engine:
+        assert tiers(ask(engine, prompt)) == {"disk": 384}, "what came from far is kept nearby"
+    with running(model, tmp_path / "three", cache=cache) as engine:
+        assert ask(engine, prompt).usage.cached_tokens == 0, "another secret, another name for everybody"
+
+
+def test_what_is_deleted_stays_away(model: object, tmp_path: Path) -> None:
+    prompt = prompt_of(300)
+    with running(model, tmp_path) as engine:
+        cache, who = engine.store.cache, engine.store.identity("local")
+        answer = ask(engine, prompt, keep="conversation")
+        cache.forget(who, [*prompt, *answer.token_ids])  # while its last blocks wait to be copied
+        settle(engine)
+        assert len(cache.disk.index) == 0
+        ask(engine, [*prompt, *answer.token_ids, 5])
+        settle(engine)
+        assert len(cache.disk.index) == 0, "not at once again, though the pool still has it"
 
 
 TINY_POOL = dataclasses.replace(SMALL, blocks=17)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 from umbra.configs.engine import EngineConfig
@@ -18,6 +19,7 @@ from umbra.model.load import Model
 from umbra.serving.engine import Engine, Grammar, SamplingParams
 from umbra.serving.engine.blocking import Completion
 from umbra.serving.engine.grammar import MAX_GRAMMAR, BadGrammar
+from umbra.serving.engine.grammars import Chain, Grammars, Guide
 from umbra.serving.engine.thoughts import Thinking
 
 SCHEMAS = int(os.environ.get("UMBRA_SCHEMAS", "12"))
@@ -207,3 +209,56 @@ def test_when_sequences_are_paused(model: Model, engine: Engine, random_schemas:
         assert ids(got[:4]) == expected
         assert small.stats().preemptions > 0
         small.check()
+
+
+def test_a_tokenizer_that_puts_a_space_in_front(model: Model) -> None:
+    """Followed by hand, with any allowed token."""
+    base = type(model.tokenizer)
+
+    class Spaced(base):  # type: ignore[misc,valid-type]
+        def encode(self, text: str, **how: Any) -> list[int]:
+            return [32, *base.encode(self, text, **how)]
+
+    grammars = Grammars(Spaced(), 512, EOS_IDS)
+    schema = {"type": "object", "properties": {"größe": {"enum": ["a", "bc"]}}, "required": ["größe"]}
+    for seed in range(3):
+        rng, guide, text = random.Random(seed), Guide(grammars.compile(Grammar.json_schema(schema)), 500), b""
+        for room in range(500, 0, -1):
+            assert guide.steering is not None and guide.error is None
+            bits = np.unpackbits(guide.steering.masks[0].view(np.uint8), bitorder="little")
+            token = rng.choice(np.flatnonzero(bits).tolist())
+            if token in EOS_IDS:
+                break
+            text += Spaced().token_bytes(token)
+            guide.advance((token,), Chain(), 0, room - 1)
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.real
+def test_the_default_model() -> None:
+    """As many random schemas and questions as `UMBRA_SCHEMAS` says, several at once, with drafting on."""
+    from umbra.kernels.backend import choose
+    from umbra.model.load import load_model
+    from umbra.scripts.bench.schemas import schemas
+    from umbra.serving.api.json_schema import schema_grammar
+
+    model = load_model("smollm2", kernels=choose("cpu").kernels)
+    made = schemas(SCHEMAS, 11)
+    prompts = [
+        model.chat_template.encode(model.tokenizer, [{"role": "user", "content": question}]) for _, question in made
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.9 * (i % 2), top_p=0.95, seed=i, max_tokens=320, grammar=schema_grammar(schema, "schema")
+        )
+        for i, (schema, _) in enumerate(made)
+    ]
+    with Engine(model, EngineConfig(slots=8, context_length=1024, kv_memory=0.5)) as engine:
+        engine.start()
+        answers = engine.generate(prompts, params)
+        for (schema, _), answer in zip(made, answers, strict=True):
+            assert answer.finish_reason == "stop_token", answer.text
+            jsonschema.validate(json.loads(answer.text), schema)
+        few = slice(0, 6)
+        off = engine.generate(prompts[few], [dataclasses.replace(one, draft="off") for one in params[few]])
+        assert ids(off) == ids(answers[few])

@@ -22,6 +22,7 @@ ADAPTERS = {
     "llama.cpp-q4_0": "umbra.scripts.bench.systems.llama_cpp:Requantised",
     "exact/umbra": "umbra.scripts.bench.systems.exact:Exact",
     "levels/umbra": "umbra.scripts.bench.systems.levels:Levels",
+    "forms/umbra": "umbra.scripts.bench.systems.forms:Forms",
     "kernels/umbra": "umbra.scripts.bench.systems.ops:Ops",
     "kernels/umbra-xla": "umbra.scripts.bench.systems.ops:PlainJaxOps",
     "tiers/umbra": "umbra.scripts.bench.systems.tiered:Tiered",

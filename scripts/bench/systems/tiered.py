@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from .ours import PACKAGES, instructions
 
 if TYPE_CHECKING:
     from ....model.load import Model
-    from ....serving.engine import Engine
+    from ....serving.engine import Engine, SamplingParams
 
 IDLE = 120.0
 """Seconds after which an engine that was to become idle is taken as stuck."""
@@ -29,6 +29,8 @@ class Tiered:
 
     model: Model
     engine: Engine
+    upkeep: float
+    """Seconds that the engine's thread has spent on the tiers."""
 
     def load(self, setup: Setup) -> dict[str, Any]:
         prepare(setup.threads, None, setup.kernels)
@@ -63,13 +65,16 @@ class Tiered:
 
         began = time.perf_counter()
         width = -(-context // BLOCK)
+        sizes: dict[str, Any] = {"kv": self.setup.kv, "draft_rows": 0 if self.setup.plain else None}
         config = EngineConfig(
             slots=slots, context_length=min(width * BLOCK, self.model.config.context_length), prefill_chunk=chunk,
-            blocks=int(contexts * width) + 2, kv=self.setup.kv, max_queue=4096,
-            draft_rows=0 if self.setup.plain else None,
-        )  # type: ignore[arg-type] # fmt: skip
+            blocks=int(contexts * width) + 2, max_queue=4096, **sizes,
+        )  # fmt: skip
         store = open_store(Path(folder), self.model, config, CacheConfig(**cache)) if folder else None
         self.engine = Engine(self.model, config, store=store)
+        self.upkeep = 0.0
+        for name in ("_copy_down", "_bring_up"):
+            setattr(self.engine, name, self._timed(getattr(self.engine, name)))
         self.engine.start()
         layout = store.cache.layout.block_bytes if store is not None else 0
         return {
@@ -77,6 +82,16 @@ class Tiered:
             "kv": self.engine.device.kv.name, "l1_mode": self.engine.l1_mode, "blocks": config.blocks,
             "context": self.engine.context_length,
         }  # fmt: skip
+
+    def _timed(self, work: Callable[[], None]) -> Callable[[], None]:
+        """`work`, with its seconds added to `upkeep`."""
+
+        def run() -> None:
+            began = time.perf_counter()
+            work()
+            self.upkeep += time.perf_counter() - began
+
+        return run
 
     def stop(self) -> None:
         self.engine.close()
@@ -95,21 +110,24 @@ class Tiered:
 
     def ask(self, ids: Sequence[int], max_tokens: int, principal: str, keep: str) -> dict[str, Any]:
         """One request, alone: when its first token came, and where its KV was from."""
-        from ....serving.engine import SamplingParams
-
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, draft=self.setup.draft)
+        params = self._params(max_tokens)
         answer = self.engine.generate([ids], params, principal=principal, keep=keep)[0]  # type: ignore[arg-type]
         return {
             "ttft": answer.timings.ttft, "cache": answer.timings.cache, "decode": answer.timings.decode,
             "ids": list(answer.token_ids), "cached": dict(answer.usage.cached_by_tier),
         }  # fmt: skip
 
-    def decode_rate(self, prompts: Sequence[Sequence[int]], max_tokens: int, principal: str) -> float:
-        """Tokens a second of several streams at once, from the first emission of the last to begin."""
+    def _params(self, max_tokens: int) -> SamplingParams:
         from ....serving.engine import SamplingParams
 
+        draft: Any = self.setup.draft
+        return SamplingParams(max_tokens=max_tokens, ignore_eos=True, draft=draft)
+
+    def decode_rate(self, prompts: Sequence[Sequence[int]], max_tokens: int, principal: str) -> dict[str, float]:
+        """Tokens a second of several streams at once, from the first emission of the last to begin; and seconds per
+        token that the engine's thread spends on the tiers."""
         inbox: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, draft=self.setup.draft)
+        params, upkeep = self._params(max_tokens), self.upkeep
         for ids in prompts:
             sink = lambda pairs: inbox.put((time.perf_counter(), pairs))  # noqa: E731
             self.engine.submit(ids, params, sink=sink, principal=principal)
@@ -123,7 +141,10 @@ class Tiered:
                 times.append((when, len(emission.token_ids)))
                 running -= emission.finish_reason is not None
         start = max(began.values())
-        return sum(n for when, n in times if when > start) / (max(when for when, _ in times) - start)
+        return {
+            "tok_s": sum(n for when, n in times if when > start) / (max(when for when, _ in times) - start),
+            "upkeep_s": (self.upkeep - upkeep) / sum(n for _, n in times),
+        }
 
     # ---- tiers
 
@@ -226,9 +247,7 @@ class Tiered:
     ) -> list[list[int]]:
         """Answers to all prompts, `at_once` of them running; those with a `cancel` above 0 are cancelled after so many
         seconds."""
-        from ....serving.engine import SamplingParams
-
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, draft=self.setup.draft)
+        params = self._params(max_tokens)
         answers: list[list[int]] = [[] for _ in prompts]
         running = threading.Semaphore(at_once)
         done = threading.Semaphore(0)

@@ -32,6 +32,7 @@ from umbra.serving.engine import (
     TokenLogprob,
     Usage,
 )
+from umbra.serving.engine.thoughts import Channels
 
 VOCAB = 300
 CONTEXT = 1000
@@ -345,6 +346,30 @@ def start_tiny() -> Iterator[Callable[..., Api]]:
 @pytest.fixture
 def make_answer() -> Callable[..., list[Step]]:
     return answer
+
+
+def speak(
+    thoughts: str, answer: str, params: SamplingParams, sizes: Iterator[int], finish: str = "stop_token"
+) -> list[Step]:
+    """The emissions of an answer, a byte a token, in steps of these sizes; with thoughts if it was asked to think."""
+    end = b"</think>\n\n" if params.thinking is not None else b""
+    tokens = [*(thoughts.encode() if end else b""), *end, *answer.encode(), 257]
+    channels = Channels(lambda token: bytes([token]) if token < 256 else b"", params.stop, params.thinking)
+    out, used = [], 0
+    while tokens:
+        size = next(sizes)
+        step, tokens = tokens[:size], tokens[size:]
+        thought, text, _ = channels.push(step)
+        used += len(step)
+        out.append(Emission(text, tuple(step), thought=thought))
+    thought, text = channels.finish()
+    usage = Usage(9, used, thought_tokens=channels.thought_tokens)
+    return [*out, Emission(text, thought=thought, finish_reason=finish, usage=usage)]
+
+
+@pytest.fixture
+def spoken() -> Callable[..., list[Step]]:
+    return speak
 
 
 @pytest.fixture

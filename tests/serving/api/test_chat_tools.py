@@ -94,6 +94,17 @@ def test_no_tools_no_parsing(api, client, make_answer):
         assert "get_weather" not in prompt_of(api)
 
 
+def test_a_prediction(api, client):
+    answer = client.chat.completions.create(
+        model="fake", messages=QUESTION, prediction={"type": "content", "content": [{"type": "text", "text": "Hello"}]}
+    )
+    assert answer.choices[0].message.content == "Hello, wörld 🎉"
+    assert bytes(api.engine.submitted[0].params.prediction) == b"Hello"
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    with pytest.raises(openai.BadRequestError, match="prediction.type"):
+        client.chat.completions.create(model="fake", messages=QUESTION, prediction={"type": "image", "content": ""})
+
+
 def told(deltas):
     """A message out of the pieces of a stream."""
     text, calls, finish = "", {}, None

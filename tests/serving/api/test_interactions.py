@@ -7,6 +7,8 @@ import json
 import time
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
@@ -101,8 +103,8 @@ def test_streamed_answer_and_replay(api):
 
 def test_input_forms(api):
     text = {"type": "text", "text": "Hi"}
-    for given in ("Hi", text, [text], [{"type": "user_input", "content": [text]}]):
-        assert ask(api, given).status_code == 200
+    for form in ("Hi", text, [text], [{"type": "user_input", "content": [text]}]):
+        assert ask(api, form).status_code == 200
         assert prompt_of(api) == "user: Hi\n"
     ask(api, [{"type": "user_input", "content": [text]}, {"type": "thought", "signature": "x"},
               {"type": "model_output", "content": [text]}, {"type": "user_input", "content": [text]}])  # fmt: skip
@@ -330,6 +332,94 @@ def test_long_logs_are_merged(api, monkeypatch):
             assert response.status_code == 400
 
 
+TOOLS = [{"type": "function", "name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}]
+
+
+def test_a_round_of_calls(api, make_answer):
+    api.engine.plan = lambda prompt, params: make_answer(
+        'Well. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    )
+    for body in (ask(api, tools=TOOLS).json(), None):
+        if body is None:
+            seen = content(stream(api, tools=TOOLS))
+            pieces = [e["delta"]["arguments"] for e in seen if e.get("delta", {}).get("type") == "arguments_delta"]
+            start = next(e["step"] for e in seen if e.get("step", {}).get("type") == "function_call")
+            assert json.loads("".join(pieces)) == {"a": 1} and start["arguments"] == {}
+            body = get(api, seen[0]["interaction"]["id"]).json()
+        text, call = body["steps"]
+        assert body["status"] == "requires_action" and text["content"][0]["text"] == "Well."
+        assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", {"a": 1})
+        api.engine.plan, before = lambda prompt, params: make_answer("21 degrees"), api.engine.plan
+        result = {"type": "function_result", "call_id": call["id"], "result": {"t": 21}}
+        again = ask(api, [result], previous_interaction_id=body["id"], tools=TOOLS).json()
+        assert again["steps"][0]["content"][0]["text"] == "21 degrees" and '{"t":21}' in prompt_of(api)
+        assert ask(api, [result], tools=TOOLS).status_code == 400, "nobody knows the call"
+        whole = [{"type": "user_input", "content": [{"type": "text", "text": "Hi"}]}, *body["steps"], result]
+        assert ask(api, whole, tools=TOOLS).status_code == 200, "unless it is told"
+        api.engine.plan = before
+
+
+WORDS = ["a", "ö", "🎉", " ", "\n", "<tool_call>", "</tool_call>", '{"name": "f"}', '{"name": "g"}', "<tool"]
+PIECES = st.lists(st.sampled_from(WORDS), max_size=12)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(thought=PIECES, answer=PIECES, finish=st.sampled_from(["stop_token", "max_tokens"]), tools=st.booleans(),
+       think=st.booleans())  # fmt: skip
+def test_grouping_changes_nothing(api, spoken, thought, answer, finish, tools, think):
+    """However many tokens come at once, the steps and the usage are the same; events add up to the steps."""
+    body = {"tools": TOOLS} if tools else {}
+    if think:
+        body["generation_config"] = {"thinking_level": "low", "thinking_summaries": "auto"}
+    seen = []
+    for sizes in ([1], [2], [1, 3, 2, 8], [10_000]):
+        cycle = itertools.cycle(sizes)
+        api.engine.plan = lambda prompt, params, c=cycle: spoken("".join(thought), "".join(answer), params, c, finish)
+        told = content(stream(api, **body))
+        one = get(api, told[0]["interaction"]["id"]).json()
+        texts = [part["text"] for step in one["steps"] if step["type"] == "model_output" for part in step["content"]]
+        assert deltas(told) == "".join(texts) and told[-1]["interaction"]["status"] == one["status"]
+        steps = [{key: value for key, value in step.items() if key != "id"} for step in one["steps"]]
+        used = one["usage"]
+        assert used["total_tokens"] == sum(
+            used[f"total_{kind}_tokens"] for kind in ("input", "output", "thought", "tool_use")
+        )
+        seen.append((steps, used, one["status"]))
+        api.engine.plan = lambda prompt, params, c=cycle: spoken("".join(thought), "".join(answer), params, c, finish)
+        again = ask(api, **body).json()
+        assert [{k: v for k, v in step.items() if k != "id"} for step in again["steps"]] == steps
+    assert all(one == seen[0] for one in seen)
+
+
+def test_an_answer_in_time_or_none(api, start_api):
+    api.engine.plan = lambda prompt, params: slow("a" * 1000)
+    late = api.client.post(URL, json={"model": "fake", "input": "x"}, headers={"x-server-timeout": "0.2"})
+    assert late.status_code == 504 and late.json()["error"]["code"] == "deadline_exceeded"
+    api.engine.plan = lambda prompt, params: [
+        *[None] * 250,
+        Emission("ok", (97,)),
+        Emission("", finish_reason="stop_token"),
+    ]
+    assert ": keep-alive" in ask(api, stream=True).text, "a stream with nothing to say shows life"
+
+
 def test_resource_times_are_rfc3339(api):
     body = ask(api).json()
     assert time.strptime(body["created"], "%Y-%m-%dT%H:%M:%SZ") and body["updated"] >= body["created"]
+
+
+def test_memory_is_bounded(start_api):
+    """Without a state folder the oldest go."""
+    api = start_api(ServerConfig(max_stored=80_000))
+    ids = [ask(api, "x" * 500).json()["id"] for _ in range(40)]
+    known = [get(api, id).status_code == 200 for id in ids]
+    assert known[-1] and not known[0] and known == sorted(known) and 5 < sum(known) < 40
+
+
+def test_what_is_not_stored_lingers_within_bounds(api, monkeypatch):
+    monkeypatch.setattr("umbra.serving.api.runs.LINGER_BYTES", 10_000)
+    before = set(api.service.runs._lingering)
+    for _ in range(12):
+        stream(api, store=False)
+    kept = set(api.service.runs._lingering) - before
+    assert 1 <= len(kept) < 12 and kept <= set(api.service.runs._running)

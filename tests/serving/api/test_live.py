@@ -240,6 +240,19 @@ def test_calls(api, with_tools, make_answer):
         assert text_of(wire.turn()) == "fine"
 
 
+def test_a_session_that_waits_for_results_is_resumed(api, with_tools, make_answer):
+    api.engine.plan = lambda prompt, params: make_answer('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    with Wire(api).setup(tools=TOOLS, sessionResumption={}) as wire:
+        wire.say("weather")
+        handle = wire.next()["sessionResumptionUpdate"]["newHandle"]
+        asked = wire.next()["toolCall"]["functionCalls"][0]
+    api.engine.plan = lambda prompt, params: make_answer("21 degrees")
+    with Wire(api).setup(tools=TOOLS, sessionResumption={"handle": handle}) as wire:
+        wire.send(toolResponse={"functionResponses": [{"id": asked["id"], "name": "f", "response": {"t": 21}}]})
+        assert text_of(wire.turn()) == "21 degrees"
+        assert [one["role"] for one in json.loads(prompt_of(api))[1]] == ["user", "assistant", "tool"]
+
+
 def test_keys(start_api):
     api = start_api(ServerConfig(api_keys=plain_keys("secret")))
     for path in (LIVE.format("v1beta"), "/v1beta/interactions/live"):

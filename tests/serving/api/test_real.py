@@ -106,3 +106,24 @@ def test_the_protocols_agree(gemini, url):
     ]
     config = {**GREEDY, "max_output_tokens": 16}
     assert gemini.models.generate_content(model=MODEL, contents=told, config=config).text == again.output_text
+
+
+def test_stored_answers(gemini, url):
+    """Interactions and responses go on with the tokens that the same conversation has when it is sent again."""
+    options = {"temperature": 0, "max_output_tokens": 16}
+    first = gemini.interactions.create(model=MODEL, input=QUESTION, generation_config=options)
+    more = {"model": MODEL, "input": "And a fruit?", "previous_interaction_id": first.id, "generation_config": options}
+    second = gemini.interactions.create(**more)
+    events = list(gemini.interactions.create(**more, stream=True))
+    text = "".join(event.delta.text for event in events if event.event_type == "step.delta")
+    assert text == second.output_text and events[-1].interaction.usage.total_tokens == second.usage.total_tokens
+    turns = [("user", QUESTION), ("model", first.output_text), ("user", "And a fruit?")]
+    contents = [{"role": role, "parts": [{"text": text}]} for role, text in turns]
+    whole = gemini.models.generate_content(model=MODEL, contents=contents, config=GREEDY | {"max_output_tokens": 16})
+    assert whole.text == second.output_text
+    assert whole.usage_metadata.prompt_token_count == second.usage.total_input_tokens
+    with openai.OpenAI(base_url=url + "/v1", api_key="any") as client:
+        asked = {"model": MODEL, "temperature": 0, "max_output_tokens": 16}
+        one = client.responses.create(input=QUESTION, **asked)
+        two = client.responses.create(input="And a fruit?", previous_response_id=one.id, **asked)
+    assert (one.output_text, two.output_text) == (first.output_text, second.output_text)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
 from umbra.model.chat_template import ChatTemplateError
-from umbra.serving.engine import Emission, Usage
-from umbra.serving.engine.thoughts import Channels
+from umbra.serving.engine import Emission
 
 TEXT = "Hello, wörld 🎉"
 URL = "/v1/responses"
@@ -276,24 +275,7 @@ def test_tenants_see_nothing_of_each_other(start_api):
     assert api.client.get(url, headers={"x-goog-api-key": "a"}).status_code == 200
 
 
-def spoken(thoughts, answer, params, sizes, finish="stop_token"):
-    """The emissions of an answer, a byte a token, in steps of these sizes; with thoughts if it was asked to think."""
-    end = b"</think>\n\n" if params.thinking is not None else b""
-    tokens = [*(thoughts.encode() if end else b""), *end, *answer.encode(), 257]
-    channels = Channels(lambda token: bytes([token]) if token < 256 else b"", params.stop, params.thinking)
-    out, used = [], 0
-    while tokens:
-        size = next(sizes)
-        step, tokens = tokens[:size], tokens[size:]
-        thought, text, _ = channels.push(step)
-        used += len(step)
-        out.append(Emission(text, tuple(step), thought=thought))
-    thought, text = channels.finish()
-    usage = Usage(9, used, thought_tokens=channels.thought_tokens)
-    return [*out, Emission(text, thought=thought, finish_reason=finish, usage=usage)]
-
-
-def test_thoughts(api):
+def test_thoughts(api, spoken):
     api.engine.plan = lambda prompt, params: spoken("Let me see.\n", "ok", params, itertools.repeat(3))
     for summary in (None, "auto"):
         reasoning = {"effort": "low", "summary": summary}
@@ -372,7 +354,7 @@ PIECES = st.lists(st.sampled_from(WORDS), max_size=12)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(thought=PIECES, answer=PIECES, finish=st.sampled_from(["stop_token", "max_tokens"]), tools=st.booleans(),
        think=st.booleans())  # fmt: skip
-def test_grouping_changes_nothing(api, thought, answer, finish, tools, think):
+def test_grouping_changes_nothing(api, spoken, thought, answer, finish, tools, think):
     """However many tokens come at once, the items and the usage are the same; events add up to the items."""
     template, body = api.model.chat_template, {"include": [] if tools else ["message.output_text.logprobs"]}
     if think:
