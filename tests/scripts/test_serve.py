@@ -115,6 +115,7 @@ class Engine:
     config = EngineConfig()
     context_length = 100
     system_fingerprint = "fp"
+    store = None
 
     def __init__(self):
         self.closed = False

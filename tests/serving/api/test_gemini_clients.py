@@ -146,9 +146,7 @@ def test_thoughts(client, api):
 @pytest.mark.parametrize(
     ("config", "field"),
     [({"temperature": 3}, "generationConfig.temperature"), ({"candidate_count": 9}, "generationConfig.candidateCount"),
-     ({"response_schema": {"type": "OBJECT"}}, "generationConfig.responseSchema"),
-     ({"tools": [{"google_search": {}}]}, "tools[0].googleSearch"),
-     ({"cached_content": "cachedContents/x"}, "cachedContent")],
+     ({"tools": [{"google_search": {}}]}, "tools[0].googleSearch")],
 )  # fmt: skip
 def test_refusals(client, config, field):
     for call in (
