@@ -46,7 +46,7 @@ class Target:
 
     def engine(self, slots: int, **more: Any) -> EngineConfig:
         """An engine for `slots` sequences of the target's context: longer than the default where it must be."""
-        how: dict[str, Any] = dict(slots=slots, kv=self.kv, decode_steps=self.decode_steps)
+        how: dict[str, Any] = dict(slots=slots, kv=self.kv, decode_steps=self.decode_steps, embeddings=True)
         default = EngineConfig(**how | ({} if self.drafts else {"draft_rows": 0}) | more)
         if self.context <= default.context(self.config):
             return default

@@ -19,7 +19,6 @@ import logging
 import secrets
 import threading
 import time
-import uuid
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -32,25 +31,22 @@ from jax.sharding import Mesh
 
 from ...cache.keys import Namespaces
 from ...configs.engine import EngineConfig
-from ...kernels.draft import LOOKUP, SHADOW, Drafts, lookup_only
+from ...kernels.draft import Drafts, lookup_only
 from ...kernels.sample import choice_seed
 from . import blocking, guiding
 from .blocking import Completion
 from .device import Device, Progress
-from .grammar import BadGrammar, Grammar
-from .grammars import Compiled, Grammars, Guide, Guides
+from .grammar import Grammar
+from .grammars import Compiled, Guides
 from .identity import CompilationCounter, Identities, numerics_class, system_fingerprint
+from .intake import Intake
 from .programs import Program, make_mesh, step_sizes
 from .request import (
     LOCAL,
-    MAX_STOP_IDS,
-    SOURCES,
-    DraftSource,
     Emission,
     EngineStopped,
     FinishReason,
     Keep,
-    PromptTooLong,
     QueueFull,
     SamplingParams,
     Sink,
@@ -59,7 +55,6 @@ from .request import (
 from .scheduler import Layers, Plan, Shard, Turns
 from .sequence import Grown, Phase, Sequence, blocks_for
 from .state import StepResult, fill_row
-from .thoughts import Channels
 from .tiers import Tiers
 
 if TYPE_CHECKING:
@@ -127,8 +122,6 @@ class Engine:
         self.model, self.config, self.metrics, self.store = model, config, metrics, store
         self.mesh = mesh if mesh is not None else make_mesh(jax.devices()[:1], model.config)
         self.context_length = config.context(model.config)
-        if len(model.eos_ids) > MAX_STOP_IDS:
-            raise ValueError(f"{model.name} has {len(model.eos_ids)} end ids; at most {MAX_STOP_IDS} are supported")
         self.device = Device(
             model.config,
             config,
@@ -150,9 +143,7 @@ class Engine:
             metrics.watch(store.cache.stats, self._held_blocks, lambda: self.l1_mode)
 
         self._guides = Guides()
-        self._grammars: Grammars | None = None
-        if model.tokenizer is not None and model.eos_ids:
-            self._grammars = Grammars(model.tokenizer, model.config.vocab_size, model.eos_ids)
+        self._intake = Intake(model, config, self._identities, drafts=self.device.drafts)
 
         self._wake = threading.Condition()
         self._arrived = False  # a load has something new
@@ -204,8 +195,7 @@ class Engine:
         if self._thread is not None:
             raise RuntimeError("the engine was already started")
         if warm:
-            if self._grammars is not None:
-                self._guides.run(self._grammars.prepare)
+            self._guides.run(self._intake.prepare)
             self.device.compile(progress)
         else:
             self.device.use_one_tile()  # exact without the check that a warm start makes
@@ -252,7 +242,7 @@ class Engine:
 
         Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
         """
-        seq = self._new_sequence(prompt_ids, params, sink, request_id, principal, keep)
+        seq = self._intake.sequence(prompt_ids, params, sink, request_id, principal, keep)
         with self._wake:
             if self._stopping or self._failed is not None or self._thread is None:
                 raise EngineStopped(self._failed or "the engine is not running")
@@ -271,70 +261,9 @@ class Engine:
             self._wake.notify()
         return seq.id
 
-    def _new_sequence(
-        self, prompt_ids: Seq[int], params: SamplingParams, sink: Sink, request_id: str | None, principal: str,
-        keep: Keep,
-    ) -> Sequence:  # fmt: skip
-        prompt = np.array(prompt_ids, dtype=np.int64).reshape(-1)
-        if not len(prompt):
-            raise ValueError("the prompt is empty; at least one token is needed")
-        if params.embed and not self.config.embeddings:
-            raise ValueError("embeddings need an engine that makes them: EngineConfig(embeddings=True)")
-        if params.digest and not self.config.logits:
-            raise ValueError("digests need an engine that keeps logits: EngineConfig(logits=True)")
-        vocab = self.model.config.vocab_size
-        for what, ids in (
-            ("prompt", prompt),
-            ("prediction", np.array(params.prediction, np.int64)),
-            ("stop_token_ids", np.array(params.stop_token_ids, np.int64)),
-            ("logit_bias", np.array([token for token, _ in params.logit_bias], np.int64)),
-        ):
-            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab):
-                raise ValueError(f"{what} has a token id outside 0 to {vocab - 1}")
-        if len(prompt) >= self.context_length:
-            raise PromptTooLong(len(prompt), self.context_length)
-        last = self.context_length - 1
-        wanted = last if params.max_tokens is None else len(prompt) - 1 + params.max_tokens
-        sources = self._sources(params.draft)
-        tokenizer = self.model.tokenizer
-        limit = min(wanted, last)
-        guide = None
-        if params.grammar is not None:
-            guide = Guide(self.compile_grammar(params.grammar), limit - len(prompt) + 1)
-        return Sequence(
-            id=request_id or uuid.uuid4().hex,
-            params=params,
-            prompt=prompt.astype(np.int32),
-            seed=params.seed if params.seed is not None else secrets.randbits(64),
-            stop_ids=(() if params.ignore_eos else self.model.eos_ids) + params.stop_token_ids,
-            limit=limit,
-            limit_reason="max_tokens" if params.max_tokens is not None and wanted <= last else "context_length",
-            sink=sink,
-            text=Channels(tokenizer.token_bytes, params.stop, params.thinking) if tokenizer is not None else None,
-            identity=self._identities.of(principal, params.layers),
-            sources=sources,
-            keep=keep,
-            guide=guide,
-        )
-
     def compile_grammar(self, grammar: Grammar) -> Compiled:
         """The grammar ready to be followed; made once. Takes time: not for an event loop. Raises `BadGrammar`."""
-        if self._grammars is None:
-            raise BadGrammar(f"{self.model.name} has no tokenizer, or no token that ends an answer", grammar.field)
-        return self._grammars.compile(grammar)
-
-    def _sources(self, draft: DraftSource) -> int:
-        """Where drafts of a request may come from, as bits. `ValueError` when it asks for what there is not."""
-        available = 0
-        if self.device.drafts:
-            available = LOOKUP | (SHADOW if self.model.shadow is not None else 0)
-        wanted = {"auto": available, "off": 0, "lookup": LOOKUP, "shadow": SHADOW}[draft]
-        if wanted & ~available:
-            have = ["auto", "off", *(name for bit, name in SOURCES.items() if available & bit)]
-            raise ValueError(
-                f"draft {draft!r} is not possible with {self.model.name} here; possible: {', '.join(have)}"
-            )
-        return wanted
+        return self._intake.compile_grammar(grammar)
 
     def cancel(self, request_id: str) -> None:
         """End a request; its last emission says `cancelled`. Unknown or ended ids are ignored."""

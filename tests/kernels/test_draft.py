@@ -190,7 +190,7 @@ class ShadowOracle:
 def draft_oracle(weights, inputs, slot):
     """The drafts of a slot, one after the other."""
     of_slot = [np.asarray(x)[slot] for x in inputs[:-1]]
-    hidden, token, position, history, active, sources, temperature, seed, room = of_slot
+    hidden, token, position, history, active, sources, temperature, seed, room, _ = of_slot  # nothing is predicted
     of_classes = np.asarray(weights.gate_temperatures)
     kind = int(np.abs(of_classes[1:] - temperature).argmin()) + 1 if temperature and len(of_classes) > 1 else 0
     shadow = ShadowOracle(weights, hidden)

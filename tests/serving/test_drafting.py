@@ -145,7 +145,7 @@ def test_relaxed_acceptance_is_what_is_asked_for(drafting: Engine, expected: dic
 def test_what_cannot_be_is_refused(random_model: Callable, drafting: Engine) -> None:
     with Engine(random_model("tiny"), dataclasses.replace(BASE, logits=False)) as engine:
         engine.start(warm=False)
-        assert engine._sources("auto") & SHADOW == 0
+        assert engine._intake._sources("auto") & SHADOW == 0
         with pytest.raises(ValueError, match="'shadow' is not possible with tiny here; possible: auto, off, lookup"):
             engine.generate([[1, 2]], SamplingParams(draft="shadow"))
     with pytest.raises(ValueError, match="supported: auto, off, lookup, shadow"):
