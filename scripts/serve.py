@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: OpenAI's chat completions and completions, with streaming.
+"""Serve a model over HTTP: OpenAI's and Gemini's APIs, plain, streaming and over WebSockets.
 
     python scripts/serve.py --model smollm2 --port 8000
 
@@ -91,11 +91,12 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     http.add_argument("--api-key", action="append", metavar="KEY", help="one key more (or $UMBRA_API_KEY)")
     http.add_argument("--new-api-key", metavar="NAME", help="print a new key and its table for --api-keys, and end")
+    own = ", of each key whose table does not say; 0: any"
     for name, what in (
         ("requests-per-minute", "requests a minute"), ("tokens-per-minute", "tokens a minute, prompts included"),
         ("max-concurrent", "requests in progress"),
     ):  # fmt: skip
-        http.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{what} of a key, 0: any (%(default)s)")
+        http.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{what}{own} (%(default)s)")
     http.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="pages that may use the server; *: all"
     )
