@@ -389,7 +389,7 @@ def serve_until_killed(folder: Path) -> None:
             answer = ask(engine, prompt, keep="conversation")
             engine.store.interactions.finish(name, answer.token_ids)
             print("answered", seed, flush=True)
-            engine.store.cache.flush()
+            settle(engine)  # handed to the writer, beside the steps, and written
             print("committed", seed, flush=True)
 
 
