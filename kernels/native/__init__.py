@@ -4,7 +4,7 @@
     if (reason := native.unavailable()) is None:
         y = jax.ffi.ffi_call(native.handler("umbra_probe"), results)(work=1)
 
-`UMBRA_THREADS` and `UMBRA_ISA` (portable, avx2, avx512) preset what `set_threads` and `set_isa` change.
+`UMBRA_THREADS` and `UMBRA_ISA` (portable, avx2, avx512, amx) preset what `set_threads` and `set_isa` change.
 """
 
 from .library import ISAS, NativeError, handler, isa, isas, load, set_isa, set_threads, threads, unavailable, version

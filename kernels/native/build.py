@@ -2,8 +2,8 @@
 
 `<cache>/native/<key>/libumbra.so` is written to a temporary name, checked by a digest beside it, and renamed; the key
 covers the sources, the flags, jaxlib and `CXX`. Objects are cached too, so that a changed file rebuilds itself alone.
-The name of a source says what it is compiled for: `x_avx2.cc` and `x_avx512.cc` (x86-64 only) use those instructions
-and run only where `src/cpu.h` says so, all others run on any processor of the architecture. Nothing is compiled for
+The name of a source says what it is compiled for: `x_avx2.cc`, `x_avx512.cc` and `x_amx.cc` (x86-64 only) use those
+instructions and run only where `src/cpu.h` says so, all others run on any processor of the architecture. Nothing is compiled for
 the machine at hand, so a cache folder may be shared by machines.
 """
 
@@ -33,11 +33,15 @@ NUMERICS = ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trap
 """A product and a sum are contracted only where the source says so: the bits must not depend on the compiler."""
 X86 = platform.machine() in ("x86_64", "AMD64")
 AVX2 = ("-O3", "-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+AMX = ("-mamx-tile", "-mamx-int8")
+"""Compilers before 2021 do not know them; what they cannot compile is built without, and then is not used."""
 INSTRUCTIONS = {
     "": ("-O2",),  # calls what belongs to an instruction set
     "portable": ("-O1",) if X86 else ("-O3",),  # every x86-64 processor of the last ten years has AVX2: built quickly
     "avx2": AVX2,
-    "avx512": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+    "avx512": AVX512,
+    "amx": (*AVX512, *AMX),
 }
 COMPILERS = ("c++", "g++", "clang++")
 KEPT_DAYS = 30
@@ -180,7 +184,7 @@ def _build(command: list[str], path: Path) -> None:
         target = objects / f"{source.stem}-{digest}.o"
         if not _intact(target):
             with replacing(target) as temporary:
-                _run([*command, *flags(source), "-c", str(source), "-o", str(temporary)])
+                _compile(command, source, temporary)
             _record_digest(target)
         return target
 
@@ -193,6 +197,17 @@ def _build(command: list[str], path: Path) -> None:
         _run([*command, *FLAGS, "-shared", *(str(done[p]) for p in sources()), "-o", str(temporary)])
     if _path() == path:  # nobody has edited a source meanwhile
         _record_digest(path)
+
+
+def _compile(command: list[str], source: Path, target: Path) -> None:
+    arguments = [*command, *flags(source), "-c", str(source), "-o", str(target)]
+    try:
+        _run(arguments)
+    except BuildError:
+        without = [argument for argument in arguments if argument not in AMX]
+        if without == arguments:
+            raise
+        _run(without)
 
 
 def _record_digest(path: Path) -> None:

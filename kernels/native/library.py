@@ -11,7 +11,7 @@ import threading
 
 from . import build
 
-ISAS = ("portable", "avx2", "avx512")
+ISAS = ("portable", "avx2", "avx512", "amx")
 """Instruction sets in the order of `Isa` in src/cpu.h."""
 
 

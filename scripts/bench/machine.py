@@ -15,7 +15,7 @@ FLAGS = (
 )  # fmt: skip
 """Instruction sets that decide how fast a CPU runs a model."""
 
-WIDEST = ("avx512_vnni", "avx512f", "avx2", "asimd")
+WIDEST = ("amx_int8", "avx512_vnni", "avx512f", "avx2", "asimd")
 """The widest vector extensions first."""
 
 

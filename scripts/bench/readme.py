@@ -22,6 +22,7 @@ from typing import Any
 
 from ...configs.prompt_sets import DEFAULT
 from . import drafts, levels
+from .machine import WIDEST
 
 README = Path(__file__).parents[2] / "README.md"
 SHOWN = {
@@ -311,9 +312,7 @@ def machine(reports: Sequence[dict[str, Any]]) -> str:
     """The machine of the first report, and the versions of all: each names only the systems that it measured."""
     m = reports[0]["machine"]
     v = {name: version for report in reports for name, version in report["versions"].items()}
-    wide = next(
-        (flag for flag in ("avx512_vnni", "avx512f", "avx2") if flag in m["flags"]), "no vector extension named"
-    )
+    wide = next((flag for flag in WIDEST if flag in m["flags"]), "no vector extension named")
     versions = ", ".join(
         f"{name} {v[name]}" for name in ("jax", "llama-cpp-python", "transformers", "torch") if name in v
     )

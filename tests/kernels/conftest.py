@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="module", params=["xla", "cpu-portable", "cpu-avx2", "cpu-avx512"])
+@pytest.fixture(scope="module", params=["xla", "cpu-portable", "cpu-avx2", "cpu-avx512", "cpu-amx"])
 def cpu_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The backends of a CPU, one after the other; what this machine lacks is skipped."""
     from umbra.kernels import native

@@ -151,15 +151,16 @@ def test_what_nothing_used_for_long_is_removed(project):
 
 
 def test_what_is_compiled_for_which_processor(project, monkeypatch):
-    for name in ("x.cc", "x_portable.cc", "x_avx2.cc", "x_avx512.cc"):
+    for name in ("x.cc", "x_portable.cc", "x_avx2.cc", "x_avx512.cc", "x_amx.cc"):
         (project.path / name).write_text("")
     flags = {p.name: build.flags(p) for p in project.path.glob("x*.cc")}
     assert "-mavx2" in flags["x_avx2.cc"] and "-mavx512vnni" in flags["x_avx512.cc"]
+    assert "-mamx-int8" in flags["x_amx.cc"] and "-mavx512vnni" in flags["x_amx.cc"]
     assert not [flag for name in ("x.cc", "x_portable.cc") for flag in flags[name] if flag.startswith("-m")]
     assert not [flag for each in flags.values() for flag in each if "march" in flag or flag == "-ffast-math"]
     monkeypatch.setattr(build, "X86", True)
     # The linker keeps the first of equal inline functions: it must be one that runs everywhere.
-    assert [p.name for p in build.sources()][-3:] == ["x_portable.cc", "x_avx2.cc", "x_avx512.cc"]
+    assert [p.name for p in build.sources()][-4:] == ["x_portable.cc", "x_avx2.cc", "x_avx512.cc", "x_amx.cc"]
     monkeypatch.setattr(build, "X86", False)
     assert not [p.name for p in build.sources() if "avx" in p.name]
 
@@ -195,6 +196,16 @@ def test_a_compiler_that_does_not_exist(project, monkeypatch):
 def test_a_compiler_that_fails(project):
     (project.path / "other.cc").write_text("#error on purpose\n")
     unavailable_because("error: #error on purpose")
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_amx(project, tmp_path):
+    old = tmp_path / "c++"
+    old.write_text(
+        old.read_text().replace("exec", 'case "$*" in *-mamx*) echo "error: unknown" >&2; exit 1;; esac\nexec')
+    )
+    (project.path / "some_amx.cc").write_text("#if defined(__AMX_INT8__)\n#error built with it\n#endif\n")
+    assert two(build.library()) == 2
 
 
 def test_a_cache_folder_that_cannot_be_written(project, monkeypatch, tmp_path):

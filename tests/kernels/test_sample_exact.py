@@ -110,7 +110,7 @@ def test_no_sort_over_the_vocabulary():
 # --- the native backend against the reference alone ---
 
 every_instruction_set = pytest.mark.parametrize(
-    "cpu_backend", ["cpu-portable", "cpu-avx2", "cpu-avx512"], indirect=True, scope="module"
+    "cpu_backend", ["cpu-portable", "cpu-avx2", "cpu-avx512", "cpu-amx"], indirect=True, scope="module"
 )
 
 

@@ -29,7 +29,7 @@ constexpr int64_t kItemsPerThread = 16;
 
 AttentionKernel kernel_for(KvType type) {
 #if defined(__x86_64__)
-  if (isa() == Isa::avx512) return avx512::attention_kernel(type);
+  if (isa() >= Isa::avx512) return avx512::attention_kernel(type);
   if (isa() == Isa::avx2) return avx2::attention_kernel(type);
 #endif
   return portable::attention_kernel(type);

@@ -5,9 +5,31 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace umbra {
+
+#if defined(__x86_64__)
+namespace amx {
+extern const bool compiled;  // whether the compiler knew it (linear_amx.cc)
+}
+#endif
+
 namespace {
+
+// The registers of tiles are large: Linux keeps them only for processes that have asked. It refuses those with a thread
+// whose stack for signals is too small for them.
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 Isa best() {
 #if defined(__x86_64__)
@@ -22,8 +44,10 @@ Isa best() {
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & 1u << 5)) return Isa::portable;
   constexpr unsigned kF = 1u << 16, kDq = 1u << 17, kBw = 1u << 30, kVl = 1u << 31, kVnni = 1u << 11;
   constexpr unsigned kAvx512 = kF | kDq | kBw | kVl;
-  if ((b & kAvx512) == kAvx512 && (c & kVnni) && (saved & 0xE6) == 0xE6) return Isa::avx512;
-  return Isa::avx2;
+  if ((b & kAvx512) != kAvx512 || !(c & kVnni) || (saved & 0xE6) != 0xE6) return Isa::avx2;
+  constexpr unsigned kTiles = 1u << 24 | 1u << 25, kSavedTiles = 1u << 17 | 1u << 18;
+  const bool tiles = (d & kTiles) == kTiles && (saved & kSavedTiles) == kSavedTiles;
+  return tiles && amx::compiled && may_use_tiles() ? Isa::amx : Isa::avx512;
 #else
   return Isa::portable;
 #endif

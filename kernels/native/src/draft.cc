@@ -78,7 +78,7 @@ struct Chain {
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
-  if (isa() == Isa::avx512) return avx512_kernels;
+  if (isa() >= Isa::avx512) return avx512_kernels;
   if (isa() == Isa::avx2) return avx2_kernels;
 #endif
   return portable_kernels;

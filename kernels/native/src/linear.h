@@ -109,6 +109,9 @@ extern const LinearKernels linear_kernels;
 namespace avx512 {
 extern const LinearKernels linear_kernels;
 }
+namespace amx {
+extern const LinearKernels linear_kernels;
+}
 
 // Those of the instruction set in use.
 const LinearKernels& linear_kernels();

@@ -14,6 +14,7 @@ namespace umbra {
 const LinearKernels& linear_kernels() {
 #if defined(__x86_64__)
   switch (isa()) {
+    case Isa::amx: return amx::linear_kernels;
     case Isa::avx512: return avx512::linear_kernels;
     case Isa::avx2: return avx2::linear_kernels;
     default: break;

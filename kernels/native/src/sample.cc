@@ -72,7 +72,7 @@ struct Scratch {
 
 const Passes& passes() {
 #if defined(__x86_64__)
-  if (isa() == Isa::avx512) return avx512_passes;
+  if (isa() >= Isa::avx512) return avx512_passes;
   if (isa() == Isa::avx2) return avx2_passes;
 #endif
   return portable_passes;
