@@ -3,8 +3,8 @@
 `<cache>/native/<key>/libumbra.so` is written to a temporary name, checked by a digest beside it, and renamed; the key
 covers the sources, the flags, jaxlib and `CXX`. Objects are cached too, so that a changed file rebuilds itself alone.
 The name of a source says what it is compiled for: `x_avx2.cc`, `x_avx512.cc` and `x_amx.cc` (x86-64 only) use those
-instructions and run only where `src/cpu.h` says so, all others run on any processor of the architecture. Nothing is compiled for
-the machine at hand, so a cache folder may be shared by machines.
+instructions and run only where `src/cpu.h` says so, all others run on any processor of the architecture. Nothing is
+compiled for the machine at hand, so a cache folder may be shared by machines.
 """
 
 from __future__ import annotations
