@@ -16,7 +16,7 @@ namespace umbra {
 
 int64_t attention_scratch(int rows) {
   const int64_t per_row = kBlock * 4 + kBlock * 2 + kBlock / kSpan * 4;
-  return 2 * kBlock * 4 + int64_t{16} * kMaxHead * 4 + per_row * (rows + kTogether);
+  return 2 * kBlock * 4 + kWideBytes + per_row * (rows + kTileOfRows);
 }
 
 namespace {
@@ -29,7 +29,8 @@ constexpr int64_t kItemsPerThread = 16;
 
 AttentionKernel kernel_for(KvType type) {
 #if defined(__x86_64__)
-  if (isa() >= Isa::avx512) return avx512::attention_kernel(type);
+  if (isa() == Isa::amx) return amx::attention_kernel(type);
+  if (isa() == Isa::avx512) return avx512::attention_kernel(type);
   if (isa() == Isa::avx2) return avx2::attention_kernel(type);
 #endif
   return portable::attention_kernel(type);

@@ -17,7 +17,9 @@ namespace umbra {
 constexpr int kBlock = 128;  // tokens of a block
 constexpr int kSpan = 64;    // tokens whose weights share a scale, and whose values are widened together
 constexpr int kTogether = 4;  // rows that may be worked on side by side
+constexpr int kTileOfRows = 16;  // scratch memory has room for rows rounded up to it
 constexpr int kMaxHead = 512;
+constexpr int kWideBytes = 16 * kMaxHead * 4;  // of scratch memory, for keys and values on their way
 
 enum class KvType { f32, bf16, i8 };
 
@@ -90,6 +92,9 @@ namespace avx2 {
 AttentionKernel attention_kernel(KvType);
 }
 namespace avx512 {
+AttentionKernel attention_kernel(KvType);
+}
+namespace amx {
 AttentionKernel attention_kernel(KvType);
 }
 

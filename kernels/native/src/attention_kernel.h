@@ -8,13 +8,15 @@
 
 #include "attention.h"
 #include "attention_int16.h"
+#if defined(__AMX_INT8__)
+#include "attention_tiles.h"
+#endif
 #include "lanes.h"
 
 namespace umbra::UMBRA_ISA {
 namespace {
 
 constexpr int kTile = 64;  // entries of values that are widened together
-constexpr int kWide = 16 * kMaxHead > kSpan * kTile ? 16 * kMaxHead : kSpan * kTile;
 constexpr float kInt16 = 32767.0f;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kTiny = 1e-25f;  // weights below it count as zero where they share no scale with greater ones
@@ -216,17 +218,17 @@ template <class Kv>  // Float or Int8
 struct Scratch {
   float* k_scales;          // [P]
   float* v_scales;          // [P]
-  typename Kv::Wide* wide;  // some keys or a tile of values, widened
+  typename Kv::Wide* wide;  // keys or values, widened or turned: kWideBytes
   float* logits;            // [R, P]; for float pools then the weights
-  int16_t* weights;         // [R, P], int8 only
+  int16_t* weights;         // [R, P], int8 only; with tiles [R, 2, P] bytes
   float* steps;             // [R, P / kSpan]: what integer weights are multiplied by; 0: the span adds nothing
 
   Scratch(void* memory, int rows) {
-    rows = round_up(rows, kTogether);
+    rows = round_up(rows, kTileOfRows);
     k_scales = static_cast<float*>(memory);
     v_scales = k_scales + kBlock;
     wide = reinterpret_cast<typename Kv::Wide*>(v_scales + kBlock);
-    logits = reinterpret_cast<float*>(wide + kWide);
+    logits = reinterpret_cast<float*>(reinterpret_cast<char*>(wide) + kWideBytes);
     weights = reinterpret_cast<int16_t*>(logits + static_cast<int64_t>(rows) * kBlock);
     steps = reinterpret_cast<float*>(weights + static_cast<int64_t>(rows) * kBlock);
   }
@@ -375,6 +377,68 @@ UMBRA_INLINE void dot_many(const AttentionRows& rows, const AttentionBlock& bloc
 }
 #endif
 
+// ---- tiles, for any number of rows
+
+#if defined(__AMX_INT8__)
+template <int kPadded>
+UMBRA_INLINE void dot_with_tiles(const AttentionRows& rows, const AttentionBlock& block, Seen all,
+                                 const Scratch<Int8>& s) {
+  constexpr int kParts = kPadded / kTileBytes, kKeysBytes = kLanes * kPadded;
+  const auto* const keys = static_cast<const int8_t*>(block.values);
+  auto* const turned = reinterpret_cast<int8_t*>(s.wide);
+  static_assert(kBlock * kPadded <= kWideBytes);
+  for (int t = all.begin / kLanes; t < round_up(all.end, kLanes) / kLanes; ++t) {
+    prefetch_part(block, t * kKeysBytes, kKeysBytes);
+    for (int part = 0; part < kParts; ++part) {
+      turn_keys(keys + 2 * t * kKeysBytes + part * kTileBytes, 2 * kPadded,
+                turned + (t * kParts + part) * kLanes * kTileBytes);
+    }
+  }
+  alignas(64) int8_t upper[kTileRows * kPadded], lower[kTileRows * kPadded];
+  for (int r = 0; r < rows.count; r += kTileRows) {
+    const int n = rows.count - r < kTileRows ? rows.count - r : kTileRows;
+    float factors[kTileRows];
+    for (int i = 0; i < n; ++i) {
+      const int token = (r + i) / rows.per_token, head = (r + i) % rows.per_token;
+      factors[i] = rows.scales[token * rows.scale_stride + head];
+      const int16_t* const q = static_cast<const int16_t*>(rows.queries) + token * rows.token_stride + head * kPadded;
+      for (int c = 0; c < kPadded; c += kTileBytes) {
+        split_words(_mm512_loadu_si512(q + c), _mm512_loadu_si512(q + c + 32), upper + i * kPadded + c,
+                    lower + i * kPadded + c);
+      }
+    }
+    const Seen first = seen_by(rows, r / rows.per_token), last = seen_by(rows, (r + n - 1) / rows.per_token);
+    const int begin = first.begin / kLanes, end = round_up(last.end, kLanes) / kLanes;
+    if (begin >= end) continue;
+    dot_tiles<kPadded>(upper, lower, n, turned + begin * kKeysBytes, end - begin, s.k_scales + begin * kLanes, factors,
+                       s.logits + r * kBlock + begin * kLanes);
+  }
+}
+
+template <int kPadded>
+UMBRA_INLINE void weigh_with_tiles(const AttentionRows& rows, const AttentionBlock& block, Seen all,
+                                   const Scratch<Int8>& s, float* weighted) {
+  constexpr int kSpans = kBlock / kSpan, kValuesBytes = kSpan * kPadded;
+  const auto* const values = static_cast<const int8_t*>(block.values);
+  auto* const turned = reinterpret_cast<int8_t*>(s.wide);
+  for (int span = all.begin / kSpan; span * kSpan < all.end; ++span) {
+    for (int c = 0; c < kPadded; c += kTileBytes) {
+      prefetch_part(block, kBlock * kPadded + span * kValuesBytes + c * kSpan, kTileBytes * kSpan);
+      turn_values(values + 2 * span * kValuesBytes + kPadded + c, 2 * kPadded, turned);
+      for (int r = 0; r < rows.count; r += kTileRows) {
+        const int n = rows.count - r < kTileRows ? rows.count - r : kTileRows;
+        const float* const steps = s.steps + r * kSpans + span;
+        bool any = false;
+        for (int i = 0; i < n; ++i) any |= steps[i * kSpans] != 0.0f;
+        if (!any) continue;
+        weigh_tiles(reinterpret_cast<const int8_t*>(s.weights + r * kBlock) + span * kSpan, n, turned, steps, kPadded,
+                    weighted + static_cast<int64_t>(r) * kPadded + c);
+      }
+    }
+  }
+}
+#endif
+
 // Logits for the keys that any row sees (and a few around them).
 template <class Kv, int kPadded, class Width>
 UMBRA_INLINE void dot_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block, Seen all,
@@ -382,6 +446,9 @@ UMBRA_INLINE void dot_block(const AttentionHead& head, const AttentionRows& rows
   const auto* const values = static_cast<const typename Kv::Stored*>(block.values);
   const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
   const int64_t bytes = sizeof(*values) * 2 * size;
+#if defined(__AMX_INT8__)
+  if constexpr (kFast<Kv, kPadded>) return dot_with_tiles<kPadded>(rows, block, all, s);
+#endif
 #if defined(__AVX2__)
   if constexpr (kFast<Kv, kPadded>) {
     if (rows.count >= kManyRows) return dot_many<kPadded>(rows, block, all, s);
@@ -438,6 +505,7 @@ UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Float>& s
   }
   return sum(total);
 }
+template <bool tiles>
 UMBRA_INLINE void quantise_weights(const AttentionRows&, const Scratch<Float>&) {}
 
 // in an int8 pool the weights times the scales of the values, and the greatest of a span is noted.
@@ -460,6 +528,7 @@ UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Int8>& s)
   return sum(total);
 }
 // Weights as integers: with all rows in one go nothing waits for the division.
+template <bool tiles>
 UMBRA_INLINE void quantise_weights(const AttentionRows& rows, const Scratch<Int8>& s) {
   constexpr int kSpans = kBlock / kSpan;
   for (int from = 0; from < rows.count * kSpans; from += kLanes) {
@@ -473,6 +542,14 @@ UMBRA_INLINE void quantise_weights(const AttentionRows& rows, const Scratch<Int8
       if (inverse[i] == 0.0f) continue;
       const int at = (from + i) * kSpan;
       const F factor = set(inverse[i]);
+#if defined(__AMX_INT8__)
+      if constexpr (tiles) {
+        __m512i x[kSpan / kLanes];
+        for (int t = 0; t < kSpan; t += kLanes) x[t / kLanes] = round(load(s.logits + at + t) * factor).a;
+        store_weights(s.weights + at / kBlock * kBlock, at % kBlock, x);
+        continue;
+      }
+#endif
       for (int t = at; t < at + kSpan; t += kLanes) store_int16(s.weights + t, round(load(s.logits + t) * factor));
     }
   }
@@ -548,6 +625,9 @@ UMBRA_INLINE void weigh_block(const AttentionHead& head, const AttentionRows& ro
                               Seen all, const Scratch<Width>& s, float* weighted) {
   const auto* const values = static_cast<const typename Kv::Stored*>(block.values);
   const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
+#if defined(__AMX_INT8__)
+  if constexpr (kFast<Kv, kPadded>) return weigh_with_tiles<kPadded>(rows, block, all, s, weighted);
+#endif
   for (int span = all.begin / kSpan * kSpan; span < all.end; span += kSpan) {
     const int from = span < all.begin ? all.begin : span, to = span + kSpan < all.end ? span + kSpan : all.end;
 #if defined(__AVX2__)
@@ -575,6 +655,12 @@ void attend_block(const AttentionHead& head, const AttentionRows& rows, const At
   const int padded = kPadded ? kPadded : head.padded;
   const Scratch<Width> s(memory, rows.count);
   const Seen all = {seen_by(rows, 0).begin, seen_by(rows, rows.tokens - 1).end};
+#if defined(__AMX_INT8__)
+  constexpr bool kTiles = kFast<Kv, kPadded>;
+  const ShapedTiles<kTiles> shaped(rows.count);
+#else
+  constexpr bool kTiles = false;
+#endif
   if constexpr (sizeof(typename Kv::Stored) == 1) {
     if (block.next_scales) {
       for (int i = 0; i < 2 * kBlock * (head.half_scales ? 2 : 4); i += 64) {
@@ -594,7 +680,7 @@ void attend_block(const AttentionHead& head, const AttentionRows& rows, const At
     state.top[r] = masked(head, seen, s.logits + r * kBlock);
     state.total[r] = soften(seen, r, state.top[r], s);
   }
-  quantise_weights(rows, s);
+  quantise_weights<kTiles>(rows, s);
   weigh_block<Kv, kPadded>(head, rows, block, all, s, state.weighted);
 }
 

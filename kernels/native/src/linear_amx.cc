@@ -7,9 +7,9 @@
 #include <immintrin.h>
 
 #include <cstring>
-#include <initializer_list>
 
 #include "linear_kernel.h"
+#include "tiles.h"
 
 namespace umbra::amx {
 namespace {
@@ -19,42 +19,13 @@ constexpr int kSlab = 16;    // groups whose weights are made ready together: th
 constexpr int kFewest = 7;   // rows from which tiles are faster
 
 // Tile registers. The last rows of a product, if they are fewer than 16, have registers of their own; those of weights
-// and sums take turns. GCC's own intrinsics do not say that they read memory.
+// and sums take turns:
 //   rows 0 (16) and 1 (fewer), weights 2 and 3, sums 4 and 5 (16 rows), 6 and 7 (fewer)
 #define UMBRA_MULTIPLY(rows, weights, sums, q, w, to)                                                      \
   asm volatile("tileloadd (%0,%3,1), %%tmm" #rows "\n\ttileloadd (%1,%4,1), %%tmm" #weights               \
                "\n\ttilezero %%tmm" #sums "\n\ttdpbssd %%tmm" #weights ", %%tmm" #rows ", %%tmm" #sums    \
                "\n\ttilestored %%tmm" #sums ", (%2,%4,1)" ::"r"(q), "r"(w), "r"(to), "r"(int64_t{kGroup}), \
                "r"(int64_t{64}) : "memory")
-
-struct Config {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-static_assert(sizeof(Config) == 64);
-
-// Registers for products of `inputs` inputs, with `fewer` rows where they are not 16. The configuration belongs to the
-// thread.
-class Tiles {
- public:
-  Tiles(int fewer, int inputs) {
-    Config config;
-    const auto set = [&](int tile, int rows, int bytes) {
-      config.rows[tile] = static_cast<uint8_t>(rows);
-      config.row_bytes[tile] = static_cast<uint16_t>(bytes);
-    };
-    set(0, kTile, inputs);
-    set(1, fewer, inputs);
-    for (const int weights : {2, 3}) set(weights, inputs / 4, 4 * kChannels);
-    for (const int sums : {4, 5}) set(sums, kTile, 4 * kChannels);
-    for (const int sums : {6, 7}) set(sums, fewer, 4 * kChannels);
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  ~Tiles() { asm volatile("tilerelease"); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-};
 
 constexpr bool four_bits(Form form) { return form == Form::w4 || form == Form::w4k; }
 constexpr bool has_minimum(Form form) { return four_bits(form) || form == Form::w8m; }
@@ -137,7 +108,10 @@ void product_of(const Product& p) {
   constexpr int64_t kBytes = group_bytes(form), kSuperBytes = super_bytes(form);
   const int64_t groups = p.matrix->groups();
   const int whole = static_cast<int>(p.n / kTile), rest = static_cast<int>(p.n % kTile);
-  const Tiles tiles(rest ? rest : kTile, kGroup / parts_of(form));
+  constexpr int kInputs = kGroup / parts_of(form);
+  const TileShape sixteen = {kTile, kInputs}, fewer = {rest ? rest : kTile, kInputs};
+  const TileShape weights = {kInputs / 4, 4 * kChannels}, sums = {kTile, 64}, fewer_sums = {fewer.rows, 64};
+  const Tiles tiles({sixteen, fewer, weights, weights, sums, sums, fewer_sums, fewer_sums});
   Slab slab;
   for (int64_t first = 0; first < groups; first += kSlab) {
     const int count = static_cast<int>(groups - first < kSlab ? groups - first : kSlab);
