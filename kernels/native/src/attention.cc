@@ -230,7 +230,8 @@ class Attention {
 
   AttentionBlock block_of(const Job& job, int64_t m) const {
     const int64_t block = c_.tables[job.slot * c_.M + m];
-    return {c_.values_of(block, job.k), c_.scales_of(block, job.k, 0), c_.scales_of(block, job.k, 1), nullptr, nullptr};
+    const void *const values = c_.values_of(block, job.k), *const k_scales = c_.scales_of(block, job.k, 0);
+    return {values, k_scales, c_.scales_of(block, job.k, 1), nullptr, kBlock * c_.token_bytes() / 4, nullptr};
   }
 
   // The state of the job's rows over entry `m` of the table.

@@ -46,6 +46,7 @@ struct AttentionBlock {
   const void* k_scales;     // [P], int8 only
   const void* v_scales;     // [P], int8 only
   const void* next;         // values that will be read soon, or null
+  int64_t quarter;          // bytes of a quarter of them
   const void* next_scales;  // [2, P], or null
 };
 

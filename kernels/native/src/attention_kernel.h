@@ -253,11 +253,12 @@ UMBRA_INLINE void load_scales(const AttentionHead& head, const void* from, Seen 
   }
 }
 
-// Brings in `n` bytes from `at` on of the values that are read next. A few lines at a time, all along: a burst would
-// wait for itself.
+// Brings in `n` bytes of the values that are read next, `at` of which were brought in before. A few lines at a time, all
+// along: a burst would wait for itself. Lines of the four quarters in turn: four streams fill the bus better than one.
 UMBRA_INLINE void prefetch_part(const AttentionBlock& block, int64_t at, int64_t n) {
   if (!block.next) return;
-  for (int64_t i = at; i < at + n; i += 64) prefetch(static_cast<const char*>(block.next) + i);
+  const auto* const next = static_cast<const char*>(block.next);
+  for (int64_t i = at / 64; i < (at + n) / 64; ++i) prefetch(next + i % 4 * block.quarter + i / 4 * 64);
 }
 
 // Logits of all rows for the keys [from, from + 8), without softcap and masks.
@@ -377,9 +378,11 @@ UMBRA_INLINE void dot_many(const AttentionRows& rows, const AttentionBlock& bloc
 }
 #endif
 
-// ---- tiles, for any number of rows
+// ---- tiles
 
 #if defined(__AMX_INT8__)
+constexpr int kFewRows = 4;  // for which tiles do not pay
+
 template <int kPadded>
 UMBRA_INLINE void dot_with_tiles(const AttentionRows& rows, const AttentionBlock& block, Seen all,
                                  const Scratch<Int8>& s) {
@@ -387,13 +390,16 @@ UMBRA_INLINE void dot_with_tiles(const AttentionRows& rows, const AttentionBlock
   const auto* const keys = static_cast<const int8_t*>(block.values);
   auto* const turned = reinterpret_cast<int8_t*>(s.wide);
   static_assert(kBlock * kPadded <= kWideBytes);
-  for (int t = all.begin / kLanes; t < round_up(all.end, kLanes) / kLanes; ++t) {
+  const auto turn = [&](int t) __attribute__((always_inline)) {
     prefetch_part(block, t * kKeysBytes, kKeysBytes);
     for (int part = 0; part < kParts; ++part) {
       turn_keys(keys + 2 * t * kKeysBytes + part * kTileBytes, 2 * kPadded,
                 turned + (t * kParts + part) * kLanes * kTileBytes);
     }
-  }
+  };
+  const bool once = rows.count <= kTileRows;  // then keys are turned on the way, and less is brought in at a time
+  if (!once)
+    for (int t = all.begin / kLanes; t < round_up(all.end, kLanes) / kLanes; ++t) turn(t);
   alignas(64) int8_t upper[kTileRows * kPadded], lower[kTileRows * kPadded];
   for (int r = 0; r < rows.count; r += kTileRows) {
     const int n = rows.count - r < kTileRows ? rows.count - r : kTileRows;
@@ -411,7 +417,9 @@ UMBRA_INLINE void dot_with_tiles(const AttentionRows& rows, const AttentionBlock
     const int begin = first.begin / kLanes, end = round_up(last.end, kLanes) / kLanes;
     if (begin >= end) continue;
     dot_tiles<kPadded>(upper, lower, n, turned + begin * kKeysBytes, end - begin, s.k_scales + begin * kLanes, factors,
-                       s.logits + r * kBlock + begin * kLanes);
+                       s.logits + r * kBlock + begin * kLanes, [&](int tile) __attribute__((always_inline)) {
+                         if (once) turn(begin + tile);
+                       });
   }
 }
 
@@ -440,14 +448,14 @@ UMBRA_INLINE void weigh_with_tiles(const AttentionRows& rows, const AttentionBlo
 #endif
 
 // Logits for the keys that any row sees (and a few around them).
-template <class Kv, int kPadded, class Width>
+template <class Kv, int kPadded, bool tiles, class Width>
 UMBRA_INLINE void dot_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block, Seen all,
                             const Scratch<Width>& s) {
   const auto* const values = static_cast<const typename Kv::Stored*>(block.values);
   const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
   const int64_t bytes = sizeof(*values) * 2 * size;
 #if defined(__AMX_INT8__)
-  if constexpr (kFast<Kv, kPadded>) return dot_with_tiles<kPadded>(rows, block, all, s);
+  if constexpr (tiles) return dot_with_tiles<kPadded>(rows, block, all, s);
 #endif
 #if defined(__AVX2__)
   if constexpr (kFast<Kv, kPadded>) {
@@ -620,13 +628,13 @@ UMBRA_INLINE void weigh_rows(const AttentionRows& rows, const Scratch<Float>& s,
 }
 
 // Values, weighted, of the tokens that any row sees.
-template <class Kv, int kPadded, class Width>
+template <class Kv, int kPadded, bool tiles, class Width>
 UMBRA_INLINE void weigh_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block,
                               Seen all, const Scratch<Width>& s, float* weighted) {
   const auto* const values = static_cast<const typename Kv::Stored*>(block.values);
   const int size = kPadded ? kPadded : head.size, padded = kPadded ? kPadded : head.padded;
 #if defined(__AMX_INT8__)
-  if constexpr (kFast<Kv, kPadded>) return weigh_with_tiles<kPadded>(rows, block, all, s, weighted);
+  if constexpr (tiles) return weigh_with_tiles<kPadded>(rows, block, all, s, weighted);
 #endif
   for (int span = all.begin / kSpan * kSpan; span < all.end; span += kSpan) {
     const int from = span < all.begin ? all.begin : span, to = span + kSpan < all.end ? span + kSpan : all.end;
@@ -648,19 +656,13 @@ UMBRA_INLINE void weigh_block(const AttentionHead& head, const AttentionRows& ro
   }
 }
 
-template <class Kv, int kPadded>
-void attend_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block,
+template <class Kv, int kPadded, bool tiles>
+void attend_rows(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block,
                   const AttentionState& state, void* memory) {
   using Width = std::conditional_t<sizeof(typename Kv::Stored) == 1, Int8, Float>;
   const int padded = kPadded ? kPadded : head.padded;
   const Scratch<Width> s(memory, rows.count);
   const Seen all = {seen_by(rows, 0).begin, seen_by(rows, rows.tokens - 1).end};
-#if defined(__AMX_INT8__)
-  constexpr bool kTiles = kFast<Kv, kPadded>;
-  const ShapedTiles<kTiles> shaped(rows.count);
-#else
-  constexpr bool kTiles = false;
-#endif
   if constexpr (sizeof(typename Kv::Stored) == 1) {
     if (block.next_scales) {
       for (int i = 0; i < 2 * kBlock * (head.half_scales ? 2 : 4); i += 64) {
@@ -670,7 +672,7 @@ void attend_block(const AttentionHead& head, const AttentionRows& rows, const At
     load_scales(head, block.k_scales, all, s.k_scales);
     load_scales(head, block.v_scales, all, s.v_scales);
   }
-  dot_block<Kv, kPadded>(head, rows, block, all, s);
+  dot_block<Kv, kPadded, tiles>(head, rows, block, all, s);
   for (int r = 0; r < rows.count; ++r) {
     const Seen seen = seen_by(rows, r / rows.per_token);
     state.top[r] = state.total[r] = 0.0f;
@@ -680,8 +682,22 @@ void attend_block(const AttentionHead& head, const AttentionRows& rows, const At
     state.top[r] = masked(head, seen, s.logits + r * kBlock);
     state.total[r] = soften(seen, r, state.top[r], s);
   }
-  quantise_weights<kTiles>(rows, s);
-  weigh_block<Kv, kPadded>(head, rows, block, all, s, state.weighted);
+  quantise_weights<tiles>(rows, s);
+  weigh_block<Kv, kPadded, tiles>(head, rows, block, all, s, state.weighted);
+}
+
+template <class Kv, int kPadded>
+void attend_block(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block,
+                  const AttentionState& state, void* memory) {
+#if defined(__AMX_INT8__)
+  if constexpr (kFast<Kv, kPadded>) {
+    if (rows.count > kFewRows) {
+      const RowTiles shaped(rows.count);
+      return attend_rows<Kv, kPadded, true>(head, rows, block, state, memory);
+    }
+  }
+#endif
+  attend_rows<Kv, kPadded, false>(head, rows, block, state, memory);
 }
 
 template <class Kv>

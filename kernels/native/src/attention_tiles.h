@@ -4,8 +4,6 @@
 
 #include <immintrin.h>
 
-#include <type_traits>
-
 #include "attention.h"
 #include "lanes.h"
 #include "tiles.h"
@@ -16,7 +14,7 @@ namespace {
 constexpr int kTileRows = 16;   // of queries or weights
 constexpr int kTileBytes = 64;  // entries of a key, or tokens, that one product takes in
 
-// Registers: upper and lower bytes of rows 0 and 1, keys or values 2 and 3, sums 4 and 5 (upper and lower), 6 and 7.
+// The registers: upper and lower bytes of rows 0 and 1, keys or values 2 and 3, sums 4 and 5 (upper and lower), 6 and 7.
 struct RowTiles {
   explicit RowTiles(int count)
       : rows{count < kTileRows ? count : kTileRows, kTileBytes},
@@ -26,11 +24,6 @@ struct RowTiles {
   const TileShape rows;
   const Tiles tiles;
 };
-struct NoTiles {
-  explicit NoTiles(int) {}
-};
-template <bool any>
-using ShapedTiles = std::conditional_t<any, RowTiles, NoTiles>;
 
 // Sixteen keys, `stride` bytes apart, entries [0, 64): four entries of every key side by side, 16 rows of 64 bytes.
 UMBRA_INLINE void turn_keys(const int8_t* keys, int64_t stride, int8_t* turned) {
@@ -111,13 +104,14 @@ UMBRA_INLINE F joined(const int32_t* upper, const int32_t* lower) {
   UMBRA_TILE_MULTIPLY(u, lower, 1, keys)
 
 // Logits of up to 16 queries (`n`, `upper` and `lower` [16, padded] bytes) with `tiles` times 16 turned keys:
-// (q . key) * k_scale * factor, kBlock apart.
-template <int kPadded>
+// (q . key) * k_scale * factor, kBlock apart. `turn(tile)` is called before a tile of keys is read.
+template <int kPadded, class Turn>
 UMBRA_INLINE void dot_tiles(const int8_t* upper, const int8_t* lower, int n, const int8_t* turned, int tiles,
-                            const float* k_scales, const float* factors, float* logits) {
+                            const float* k_scales, const float* factors, float* logits, Turn&& turn) {
   constexpr int kParts = kPadded / kTileBytes, kTile = kTileBytes / 4 * 64;
   alignas(64) int32_t sums[2][2][kTileRows * 16];
   const auto multiply = [&](int tile) __attribute__((always_inline)) {
+    turn(tile);
     const int8_t* const keys = turned + tile * kParts * kTile;
     if (tile & 1) {
       UMBRA_TILE_ZERO(6);
