@@ -51,6 +51,15 @@ FUNCTION(pairs, paired<8>(paired<4>(paired<2>(paired<1>(x)))))
 FUNCTION(sums, set(sum(x)) + set(max(x)) + to_float(iset(sum(trunc(x)))))
 FUNCTION(masks, set(mask_bits(gt(x, zero()) & first(11)) + (any(gt(bits(x), iota())) ? 1 : 0)))
 
+EXPORT(each)(const float* in, float* out) {  // [16, 16] -> [2, 16]
+  using namespace umbra::UMBRA_ISA;
+  F x[16];
+  I y[16];
+  for (int i = 0; i < 16; ++i) x[i] = load(in + 16 * i), y[i] = trunc(x[i]);
+  store(out, max_each(x));
+  store(out + 16, to_float(sum_each(y)));
+}
+
 EXPORT(narrow)(const uint16_t* half, const int8_t* byte, float* out, uint16_t* half_out, int8_t* byte_out) {
   using namespace umbra::UMBRA_ISA;
   store(out, load_f16(half));
@@ -238,3 +247,12 @@ def test_partial_loads_and_stores(library):
         for n in range(17):  # n lanes of the second half over n lanes of the first one over zeros
             want = np.concatenate([x[16 : 16 + n], np.zeros(16 - n)])
             np.testing.assert_array_equal(y[n], want)
+
+
+def test_sixteen_at_once(library):
+    x = np.random.default_rng(3).normal(size=(16, 16)).astype(np.float32) * 1000
+    want = np.stack([x.max(1), np.trunc(x).astype(np.int32).sum(1).astype(np.float32)])
+    for isa in native.isas():
+        got = np.empty_like(want)
+        call(library, isa, "each", x, got)
+        np.testing.assert_array_equal(got, want, err_msg=isa)

@@ -139,6 +139,32 @@ UMBRA_INLINE int32_t sum(I x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
 }
 
+// Lane i: all lanes of x[i] in one, by `join`; of eight registers.
+template <class Join>
+UMBRA_INLINE __m256 joined_each(const __m256* x, Join&& join) {
+  __m256 a[4], b[2];
+  for (int i = 0; i < 4; ++i)
+    a[i] = join(_mm256_permute2f128_ps(x[i], x[i + 4], 0x20), _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+  for (int i = 0; i < 2; ++i)
+    b[i] = join(_mm256_shuffle_ps(a[i], a[i + 2], 0x44), _mm256_shuffle_ps(a[i], a[i + 2], 0xEE));
+  const __m256 all = join(_mm256_shuffle_ps(b[0], b[1], 0x88), _mm256_shuffle_ps(b[0], b[1], 0xDD));
+  return _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7));
+}
+UMBRA_INLINE F max_each(const F (&x)[16]) {
+  const auto join = [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); };
+  __m256 y[16];
+  for (int i = 0; i < 16; ++i) y[i] = join(x[i].a, x[i].b);
+  return {joined_each(y, join), joined_each(y + 8, join)};
+}
+UMBRA_INLINE I sum_each(const I (&x)[16]) {
+  const auto join = [](__m256 a, __m256 b) {
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+  };
+  __m256 y[16];
+  for (int i = 0; i < 16; ++i) y[i] = join(_mm256_castsi256_ps(x[i].a), _mm256_castsi256_ps(x[i].b));
+  return {_mm256_castps_si256(joined_each(y, join)), _mm256_castps_si256(joined_each(y + 8, join))};
+}
+
 UMBRA_INLINE F load_f16(const uint16_t* p) {
   const auto* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};

@@ -106,6 +106,34 @@ UMBRA_INLINE int32_t sum(I x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
 }
 
+// Lane i: all lanes of x[i] in one, by `join`.
+template <class Join>
+UMBRA_INLINE __m512 joined_each(const F (&x)[16], Join&& join) {
+  __m512 a[8], b[4], c[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    a[i] = join(_mm512_shuffle_f32x4(x[i].a, x[i + 8].a, 0x44), _mm512_shuffle_f32x4(x[i].a, x[i + 8].a, 0xEE));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    b[i] = join(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i)
+    c[i] = join(_mm512_shuffle_ps(b[i], b[i + 2], 0x44), _mm512_shuffle_ps(b[i], b[i + 2], 0xEE));
+  const __m512 all = join(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xDD));
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return _mm512_permutexvar_ps(order, all);
+}
+UMBRA_INLINE F max_each(const F (&x)[16]) {
+  return {joined_each(x, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); })};
+}
+UMBRA_INLINE I sum_each(const I (&x)[16]) {
+  F y[16];
+  for (int i = 0; i < 16; ++i) y[i] = from_bits(x[i]);
+  return bits(F{joined_each(y, [](__m512 a, __m512 b) {
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  })});
+}
+
 UMBRA_INLINE F load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }

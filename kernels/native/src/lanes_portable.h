@@ -129,6 +129,17 @@ UMBRA_INLINE int32_t sum(I x) {
   return as_signed(result);
 }
 
+UMBRA_INLINE F max_each(const F (&x)[16]) {
+  F y;
+  for (int i = 0; i < 16; ++i) y.v[i] = max(x[i]);
+  return y;
+}
+UMBRA_INLINE I sum_each(const I (&x)[16]) {
+  I y;
+  for (int i = 0; i < 16; ++i) y.v[i] = sum(x[i]);
+  return y;
+}
+
 UMBRA_INLINE float f16_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, magnitude = h & 0x7FFF;
   uint32_t word;

@@ -44,14 +44,15 @@ struct Matrix {
   int64_t blocks() const { return (out + kChannels - 1) / kChannels; }
 };
 
-// Rows in the form that products take, G = groups of an input row. Quantised: all rows of a group lie side by side.
+// Rows in the form that products take, G = groups of an input row. Quantised: all rows of a group lie side by side, in
+// room for `stride` rows.
 struct Rows {
-  int64_t count;
-  int64_t width;        // floats of a row: inputs, padded with zeros to a multiple of 16
-  int8_t* q;      // [G, count, 32]
-  float* scale;   // [G, count]
-  float* total;   // [G, count]: scale * sum of q
-  int32_t* sums;  // [G, count, 2]: sum of q over the first and the last 16; null where kernels need none
+  int64_t count, stride;
+  int64_t width;  // floats of a row: inputs, padded with zeros to a multiple of 16
+  int8_t* q;      // [G, stride, 32]
+  float* scale;   // [G, stride]
+  float* total;   // [G, stride]: scale * sum of q
+  int32_t* sums;  // [G, stride, 2]: sum of q over the first and the last 16; null where kernels need none
   float* values;  // [count, width], for float matrices
 };
 

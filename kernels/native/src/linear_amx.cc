@@ -67,7 +67,7 @@ void add(const Slab& slab, int groups, const Rows& rows, int64_t at, int n, floa
   for (int m = 0; m < M; ++m) y[m] = m < n ? load(out + m * kChannels) : zero();
   const auto multiply = [&](int i) __attribute__((always_inline)) {  // `i` counts parts of groups
     const int g = i / kParts, part = i % kParts;
-    const int8_t* const q = rows.q + (at + g * rows.count) * kGroup + part * kInputs;
+    const int8_t* const q = rows.q + (at + g * rows.stride) * kGroup + part * kInputs;
     const uint8_t* const w = slab.weights[g] + part * kInputs * kChannels;
     if (i & 1) {
       if constexpr (fewer) UMBRA_MULTIPLY(1, 3, 7, q, w, sums[1]);
@@ -80,8 +80,8 @@ void add(const Slab& slab, int groups, const Rows& rows, int64_t at, int n, floa
   const auto finish = [&](int i) __attribute__((always_inline)) {
     const int g = i / kParts, part = i % kParts;
     const F scale = load(slab.scale[g][part]), minimum = load(slab.minimum[g]);
-    const float* const own = rows.scale + at + g * rows.count;
-    const float* const total = rows.total + at + g * rows.count;
+    const float* const own = rows.scale + at + g * rows.stride;
+    const float* const total = rows.total + at + g * rows.stride;
     const int32_t* const from = sums[i & 1];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -124,7 +124,7 @@ void product_of(const Product& p) {
       const bool more = s + 1 < p.n_blocks;
       const int64_t next = more ? p.block[s + 1] * groups + first : p.block[0] * groups + first + kSlab;
       for (int64_t line = 0; line < count * kBytes; line += 64) prefetch(p.matrix->data + next * kBytes + line);
-      const int64_t at = first * p.rows->count + p.first;
+      const int64_t at = first * p.rows->stride + p.first;
       float* out = p.out + s * p.n * kChannels;
       for (int t = 0; t < whole; ++t, out += kTile * kChannels)
         add<form, kTile, false>(slab, count, *p.rows, at + t * kTile, kTile, out);

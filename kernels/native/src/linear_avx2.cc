@@ -74,7 +74,7 @@ struct Operand {
 };
 
 inline Operand operand(const Rows& rows, int64_t group, int64_t row) {
-  const int64_t at = group * rows.count + row;
+  const int64_t at = group * rows.stride + row;
   return {rows.q + at * kGroup, rows.scale + at, rows.total + at};
 }
 

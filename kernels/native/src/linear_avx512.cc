@@ -112,7 +112,7 @@ void walk(const Product& p, int64_t larger) {
       for (int64_t line = 0; line < kBytes; line += 64) prefetch(w + kAhead + line);
       const Group<form> group(w, supers[s] + g / kSuper * kSuperBytes);
       float* const out = p.out + s * p.n * kChannels;
-      const int64_t at = g * p.rows->count + p.first;
+      const int64_t at = g * p.rows->stride + p.first;
       int64_t row = 0;
       if constexpr (M < kMostRows)
         for (; row < larger * (M + 1); row += M + 1) tile<form, M + 1>(group, *p.rows, at + row, out + row * kChannels);

@@ -35,7 +35,7 @@ void quantised_product(const Product& p) {
       float scale[2][kChannels], minimum[kChannels];
       for (int part = 0; part < parts; ++part) group_scales(m.form, w, super, part, scale[part], minimum);
       for (int64_t row = 0; row < p.n; ++row) {
-        const int64_t at = g * p.rows->count + p.first + row;
+        const int64_t at = g * p.rows->stride + p.first + row;
         float* const out = p.out + (s * p.n + row) * kChannels;
         F y = load(out);
         for (int part = 0; part < parts; ++part) {

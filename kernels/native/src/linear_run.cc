@@ -68,9 +68,12 @@ class Pieces {
 Rows lay_out(Pieces& pieces, const LinearKernels& kernels, const Preparation& p, int64_t n_rows) {
   Rows rows{};
   rows.count = n_rows;
+  // Groups of many rows lie an odd number of cache lines apart, or those of a row would all want the same few places of
+  // the first cache.
+  rows.stride = n_rows < 16 ? n_rows : (n_rows + 1) / 4 * 4 + 2;
   rows.width = (p.in + 15) / 16 * 16;
   if (p.integers) {
-    const int64_t groups = p.in / kGroup * n_rows;
+    const int64_t groups = p.in / kGroup * rows.stride;
     rows.q = pieces.take<int8_t>(groups * kGroup);
     rows.scale = pieces.take<float>(groups);
     rows.total = pieces.take<float>(groups);

@@ -38,6 +38,17 @@ UMBRA_INLINE F gelu_tanh(F x) {
 UMBRA_INLINE M all_lanes() { return first(16); }
 UMBRA_INLINE M is_finite(F size) { return lt(size, set(__builtin_inff())); }
 
+// The largest magnitudes of `n` groups: NaN where there is an infinity or NaN.
+UMBRA_INLINE F without_infinite(const float* x, int n, F largest) {
+  float sizes[16];
+  store(sizes, largest);
+  for (int g = 0; g < n; ++g) {
+    const F a = abs(load(x + g * kGroup)), b = abs(load(x + g * kGroup + 16));
+    if (mask_bits(is_finite(a) & is_finite(b)) != 0xFFFF) sizes[g] = __builtin_nanf("");
+  }
+  return load(sizes);
+}
+
 // Integers of a row of `groups` groups of 32: the largest magnitude of a group becomes 127. A group below 2^-118 counts
 // as zero (its factor would be infinite); one with an infinity or NaN has the scale NaN, which every result of the row
 // shows. Sixteen groups at a time: a group alone would wait for its maximum, its division and its sum.
@@ -45,41 +56,50 @@ UMBRA_INLINE void quantise(const float* x, int64_t groups, const Rows& rows, int
   for (int64_t first = 0; first < groups; first += 16) {
     const int n = static_cast<int>(groups - first < 16 ? groups - first : 16);
     const float* const part = x + first * kGroup;
-    float largest[16] = {}, factors[16], scales[16], totals[16];
-    int32_t sums[16] = {};
+    F size[16];
     M finite = all_lanes();
     for (int g = 0; g < n; ++g) {
       const F a = abs(load(part + g * kGroup)), b = abs(load(part + g * kGroup + 16));
       finite = finite & is_finite(a) & is_finite(b);
-      largest[g] = max(max(a, b));
+      size[g] = max(a, b);
     }
+    for (int g = n; g < 16; ++g) size[g] = zero();
+    F largest = max_each(size);
     const bool all_finite = mask_bits(finite) == 0xFFFF;
-    for (int g = 0; g < n && !all_finite; ++g) {
-      const F a = abs(load(part + g * kGroup)), b = abs(load(part + g * kGroup + 16));
-      if (mask_bits(is_finite(a) & is_finite(b)) != 0xFFFF) largest[g] = __builtin_nanf("");
-    }
-    const F size = load(largest);
-    const M some = ge(size, set(0x1p-118f));
-    store(factors, select(some, set(127.0f) / size, zero()));
-    const F without = select(lt(size, set(1.0f)), zero(), set(__builtin_nanf("")));
-    const F scale = select(some, size / set(127.0f), without);
+    if (!all_finite) largest = without_infinite(part, n, largest);
+    const M some = ge(largest, set(0x1p-118f));
+    const F without = select(lt(largest, set(1.0f)), zero(), set(__builtin_nanf("")));
+    const F scale = select(some, largest / set(127.0f), without);
+    // Wide stores are read in parts; the other way round a load would wait until every store before it is done.
+    float factors[16], scales[16], totals[16];
+    store(factors, select(some, set(127.0f) / largest, zero()));
     store(scales, scale);
+    I low[16], high[16];
     for (int g = 0; g < n; ++g) {
       const F factor = set(factors[g]);
-      I a = round(load(part + g * kGroup) * factor), b = round(load(part + g * kGroup + 16) * factor);
-      if (!all_finite && largest[g] != largest[g]) a = b = iset(0);
-      const int64_t at = (first + g) * rows.count + row;
-      store_i8(rows.q + at * kGroup, a);
-      store_i8(rows.q + at * kGroup + 16, b);
-      sums[g] = sum(a + b);
-      if (rows.sums) {
-        rows.sums[2 * at] = sum(a);
-        rows.sums[2 * at + 1] = sum(b);
-      }
+      low[g] = round(load(part + g * kGroup) * factor), high[g] = round(load(part + g * kGroup + 16) * factor);
+      if (!all_finite && scales[g] != scales[g]) low[g] = high[g] = iset(0);
+      int8_t* const q = rows.q + ((first + g) * rows.stride + row) * kGroup;
+      store_i8(q, low[g]);
+      store_i8(q + 16, high[g]);
     }
-    store(totals, scale * to_float(load(sums)));
+    for (int g = n; g < 16; ++g) low[g] = high[g] = iset(0);
+    if (rows.sums) {
+      const I a = sum_each(low), b = sum_each(high);
+      int32_t halves[2][16];
+      store(halves[0], a);
+      store(halves[1], b);
+      for (int g = 0; g < n; ++g) {
+        int32_t* const to = rows.sums + 2 * ((first + g) * rows.stride + row);
+        to[0] = halves[0][g], to[1] = halves[1][g];
+      }
+      store(totals, scale * to_float(a + b));
+    } else {
+      for (int g = 0; g < 16; ++g) low[g] = low[g] + high[g];
+      store(totals, scale * to_float(sum_each(low)));
+    }
     for (int g = 0; g < n; ++g) {
-      const int64_t at = (first + g) * rows.count + row;
+      const int64_t at = (first + g) * rows.stride + row;
       rows.scale[at] = scales[g];
       rows.total[at] = totals[g];
     }
