@@ -58,8 +58,9 @@ inline void unpack(const uint8_t* w, const uint8_t* super, Slab& slab, int g) {
 
 // Adds a slab of `groups` groups to `n` rows (at most M), from `at` on in the slab's first group. Sums of the rows
 // behind them are nobody's, and so are the scales read for them: those of other groups, or what lies behind in `Rows`.
+// Brings in the groups at `next` (null: none) meanwhile.
 template <Form form, int M, bool fewer>
-void add(const Slab& slab, int groups, const Rows& rows, int64_t at, int n, float* out) {
+void add(const Slab& slab, int groups, const uint8_t* next, const Rows& rows, int64_t at, int n, float* out) {
   constexpr int kParts = parts_of(form), kInputs = kGroup / kParts;
   alignas(64) int32_t sums[2][kTile * kChannels];
   F y[M];
@@ -79,6 +80,8 @@ void add(const Slab& slab, int groups, const Rows& rows, int64_t at, int n, floa
   };
   const auto finish = [&](int i) __attribute__((always_inline)) {
     const int g = i / kParts, part = i % kParts;
+    if (next && part == 0)
+      for (int64_t line = 0; line < group_bytes(form); line += 64) prefetch(next + g * group_bytes(form) + line);
     const F scale = load(slab.scale[g][part]), minimum = load(slab.minimum[g]);
     const float* const own = rows.scale + at + g * rows.stride;
     const float* const total = rows.total + at + g * rows.stride;
@@ -122,16 +125,15 @@ void product_of(const Product& p) {
         unpack<form>(w + g * kBytes, supers + (first + g) / kSuper * kSuperBytes, slab, g);
       // What is unpacked next: the same groups of the next block, or else the next groups of the first one.
       const bool more = s + 1 < p.n_blocks;
-      const int64_t next = more ? p.block[s + 1] * groups + first : p.block[0] * groups + first + kSlab;
-      for (int64_t line = 0; line < count * kBytes; line += 64) prefetch(p.matrix->data + next * kBytes + line);
-      const int64_t at = first * p.rows->stride + p.first;
+      const int64_t behind = more ? p.block[s + 1] * groups + first : p.block[0] * groups + first + kSlab;
+      const uint8_t* next = p.matrix->data + behind * kBytes;
+      int64_t at = first * p.rows->stride + p.first;
       float* out = p.out + s * p.n * kChannels;
-      for (int t = 0; t < whole; ++t, out += kTile * kChannels)
-        add<form, kTile, false>(slab, count, *p.rows, at + t * kTile, kTile, out);
-      const int64_t last = at + whole * kTile;
-      if (rest > 8) add<form, kTile, true>(slab, count, *p.rows, last, rest, out);
-      else if (rest > 4) add<form, 8, true>(slab, count, *p.rows, last, rest, out);
-      else if (rest) add<form, 4, true>(slab, count, *p.rows, last, rest, out);
+      for (int t = 0; t < whole; ++t, next = nullptr, at += kTile, out += kTile * kChannels)
+        add<form, kTile, false>(slab, count, next, *p.rows, at, kTile, out);
+      if (rest > 8) add<form, kTile, true>(slab, count, next, *p.rows, at, rest, out);
+      else if (rest > 4) add<form, 8, true>(slab, count, next, *p.rows, at, rest, out);
+      else if (rest) add<form, 4, true>(slab, count, next, *p.rows, at, rest, out);
     }
   }
 }
