@@ -21,6 +21,7 @@ from ...configs.trunk import TrunkConfig
 from ...kernels.attention import KVPool
 from ...kernels.backend import Kernels
 from ...kernels.draft import DraftWeights, laid_out
+from ...model.weights.buffers import move_to_huge_pages
 from . import compile_cache, profile
 from .drafting import Drafter
 from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_rows, step_sizes
@@ -104,6 +105,8 @@ class Device:
         """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
         self._pool = self._state = None  # before the new ones are made: there may not be room for both
         self._pool = self._new_pool()
+        if self.mesh.devices.flat[0].platform == "cpu":
+            jax.tree.map(move_to_huge_pages, jax.block_until_ready(self._pool))
         self._clear_slots()
 
     def _clear_slots(self) -> None:

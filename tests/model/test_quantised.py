@@ -21,7 +21,6 @@ from umbra.kernels.linear import Mixed, Quantised, Split, packing, reference
 from umbra.model.frequency import frequent_tokens
 from umbra.model.load import ModelError, load_model, open_source
 from umbra.model.params import WeightFormat, abstract_params, param_specs, partitions, split_obstacle
-from umbra.model.weights.buffers import aligned_empty
 from umbra.model.weights.gguf import open_gguf
 from umbra.model.weights.gguf_groups import UNPACK
 from umbra.model.weights.plan import abstract_planned, floats, plan
@@ -331,16 +330,6 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="'blk.0.ffn_up.weight' in .* has scales beyond .*supported: --quant none"):
         load_model(str(path), kernels=NATIVE)
     assert load_model(str(path), quant="none").quant == "float32"
-
-
-def test_buffers_become_arrays_without_a_copy() -> None:
-    for size in (100, 3 << 20):
-        buffer = aligned_empty((size,), np.dtype(np.uint8))
-        buffer[:] = 7
-        array = jax.device_put(buffer, jax.devices("cpu")[0])
-        assert array.unsafe_buffer_pointer() == buffer.ctypes.data
-        del buffer
-        assert int(array[0]) == int(array[-1]) == 7
 
 
 @pytest.mark.real
