@@ -97,9 +97,9 @@ class TrainingConfig:
     """What a training run depends on, beside the trunk and prompts from outside."""
 
     seed: int = 0
-    prompts: int = 5600
+    prompts: int = 9000
     """Built-in prompts."""
-    tokens: int = 800_000
+    tokens: int = 1_000_000
     """Tokens of answers after which no more are generated."""
     max_tokens: int = 192
     """Tokens of one answer."""
@@ -117,7 +117,7 @@ class TrainingConfig:
     they matter only when all before them were right. So dropping them is worth its time."""
     teacher: float = 0.5
     """Weight of the trunk's own probabilities (its likeliest tokens) in the loss; the rest is for the chosen token."""
-    epochs: float = 6.0
+    epochs: float = 4.0
     batch: int = 1024
     """Positions of an optimiser step."""
     learning_rate: float = 2e-3
