@@ -73,8 +73,7 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            status = self._process.wait()
-            raise BenchError(f"{self.system}: its process ended with status {status}: {last_line(self._log)}")
+            raise BenchError(f"{self.system}: its process {_ended(self._process.wait())}: {last_line(self._log)}")
         reply = json.loads(line)
         if "error" in reply:
             raise BenchError(f"{self.system}: {reply['error']}")
@@ -135,3 +134,11 @@ def gguf_path(path: str | None, model: str) -> Path:
         supported = "supported: smollm2, gemma3-270m, a .gguf file"
         raise BenchError(f"--against needs a model in a GGUF file, which {model} is not; {supported}")
     return Path(path)
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"was killed by signal {-status}"

@@ -6,7 +6,9 @@ import asyncio
 import gzip
 import importlib.util
 import json
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -204,6 +206,11 @@ def test_errors_of_a_system_are_one_sentence_with_its_name(fakes):
             worker.generate([[1]], 2)
         with pytest.raises(BenchError, match="^broken: its process ended with status 7: about to give up$"):
             worker.generate([[1]], 3)
+    with Workers(["umbra"]) as workers, workers["umbra"].turn() as worker:
+        worker.load(setup())
+        os.kill(worker.call("pid"), signal.SIGSEGV)
+        with pytest.raises(BenchError, match="^umbra: its process was killed by SIGSEGV"):
+            worker.generate([[1]], 2)
 
 
 def test_workers_die_with_their_parent(fakes, tmp_path):
