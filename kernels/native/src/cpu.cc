@@ -4,10 +4,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #endif
 
 namespace umbra {
@@ -20,16 +20,18 @@ extern const bool compiled;  // whether the compiler knew it (linear_amx.cc)
 
 namespace {
 
+#if defined(__x86_64__)
 // The registers of tiles are large: Linux keeps them only for processes that have asked. It refuses those with a thread
 // whose stack for signals is too small for them.
 bool may_use_tiles() {
-#if defined(__linux__) && defined(SYS_arch_prctl)
+#if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
 }
+#endif
 
 Isa best() {
 #if defined(__x86_64__)
