@@ -156,10 +156,31 @@ def test_an_engine_failure_in_a_stream_is_told(api):
     assert whole.status_code == 500 and whole.json()["error"]["code"] == "engine_error"
 
 
-def test_a_cancelled_request_is_told(api):
-    api.engine.plan = lambda prompt, params: [Emission("", finish_reason="cancelled")]
-    assert api.chat().status_code == 503
-    assert json.loads(api.chat(stream=True).text.removeprefix("data: "))["error"]["code"] == "cancelled"
+STOPPING = "The server is stopping; send the request again in a moment"
+
+
+def test_what_a_stop_cuts_off_is_told_so_that_it_is_sent_again(api):
+    """Each protocol's own form of a failure that may be retried."""
+    api.engine.plan = lambda prompt, params: [Emission("a", (97,)), Emission("", finish_reason="cancelled")]
+    refused = api.chat()
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    last = api.chat(stream=True).text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"] == {
+        "message": STOPPING, "type": "server_error", "param": None, "code": "shutting_down"
+    }  # fmt: skip
+    gemini = {"contents": [{"parts": [{"text": "Hi"}]}]}
+    text = api.client.post("/v1/models/fake:streamGenerateContent?alt=sse", json=gemini).text
+    told = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+    assert (told["code"], told["status"], told["message"]) == (503, "UNAVAILABLE", STOPPING)
+    for path in ("interactions", "responses"):
+        refused = api.client.post(f"/v1/{path}", json={"model": "fake", "input": "Hi"})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert refused.json()["error"]["message"] == STOPPING
+        text = api.client.post(f"/v1/{path}", json={"model": "fake", "input": "Hi", "stream": True}).text
+        last = json.loads([line for line in text.split("\n") if line.startswith("data: {")][-1].removeprefix("data: "))
+        told = last.get("interaction") or last["response"]
+        assert told["status"] == "incomplete"
+        assert (told["errors"][0] if path == "interactions" else told["error"])["message"] == STOPPING
 
 
 def test_a_bug_in_a_stream_is_told_without_details(api, caplog):
