@@ -98,7 +98,9 @@ class Thinker:
         return text.rstrip().endswith(self.open_text)
 
     def _conclusions(self) -> tuple[Ids, ...]:
-        written = [tuple(self._tokenizer.encode(text + self.close_text, special=True)) for text in CONCLUSIONS[self.kind]]
+        written = [
+            tuple(self._tokenizer.encode(text + self.close_text, special=True)) for text in CONCLUSIONS[self.kind]
+        ]
         ending = [ids for ids in written if any(ids[-len(close) :] == close for close in self.close)]
         return (*(ids for ids in ending if len(ids) <= MAX_CONCLUDE_TOKENS), *self.close[:1])
 

@@ -160,7 +160,10 @@ def test_what_cannot_be_followed_is_refused(engine: Engine, grammar: Grammar) ->
     [
         (Grammar.regex("(ab"), "the regular expression cannot be followed: unclosed group, at character 1"),
         (Grammar.regex("/[ab"), "the regular expression cannot be followed: unclosed character class"),
-        (Grammar.regex(r"a\b."), r"the regular expression cannot be followed: look-around, such as \b, is not supported"),
+        (
+            Grammar.regex(r"a\b."),
+            r"the regular expression cannot be followed: look-around, such as \b, is not supported",
+        ),
         (Grammar.regex("(" * 300), "the regular expression cannot be followed: exceed the maximum number of nested"),
         (Grammar.regex(r"[^\s\S]"), "nothing matches the regular expression"),
         (
@@ -179,7 +182,7 @@ def test_what_is_wrong_is_told_without_the_parsers_own_sources(engine: Engine, g
     with pytest.raises(BadGrammar) as error:
         engine.submit(PROMPT, SamplingParams(grammar=grammar), sink=lambda pairs: None)
     said = str(error.value)
-    assert said == told if len(grammar.text) < 100 else said.startswith(told)
+    assert said.startswith(told) if grammar.text.startswith("((") else said == told
     assert not any(word in said for word in ("\n", "start: /", " | ", "parse error", "verbose"))
 
 

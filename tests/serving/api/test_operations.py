@@ -17,9 +17,13 @@ def test_health(api):
 
 def test_the_root_says_where_to_go_on(api):
     told = api.client.get("/").json()
-    assert told["name"] == "umbra" and told["model"] == "fake" and "/" in api.client.get("/openapi.json").json()["paths"]
+    assert (
+        told["name"] == "umbra" and told["model"] == "fake" and "/" in api.client.get("/openapi.json").json()["paths"]
+    )
     assert all(api.client.get(path).status_code == 200 for path in told["links"].values())
-    assert {"/docs", "/v1/models", "/healthz"} <= set(told["links"].values()) and api.client.head("/").status_code == 200
+    assert {"/docs", "/v1/models", "/healthz"} <= set(told["links"].values()) and api.client.head(
+        "/"
+    ).status_code == 200
 
 
 def test_not_ready_while_loading(start_api):
