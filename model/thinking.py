@@ -79,8 +79,8 @@ class Thinker:
         return self._template.encode(self._tokenizer, messages, tools=tools, suffix=suffix, known=known, **extra)
 
     def conclusion(self, budget: int) -> Ids:
-        """What concludes thoughts of `budget` tokens, itself included: the longest that takes at most half of them, else
-        the shortest. Empty if that would leave no token for a thought."""
+        """What concludes thoughts of `budget` tokens, itself included: the longest that takes at most half of them,
+        else the shortest. Empty if that would leave no token for a thought."""
         for ids in self.conclusions:
             if 2 * len(ids) <= budget:
                 return ids

@@ -446,13 +446,13 @@ def parser() -> argparse.ArgumentParser:
     add_level_option(p)
     add_think_option(p)
     add_lossy_option(p)
-    p.add_argument("--url", metavar="U", help="chat with a running server instead; --model is then one of its models")
+    p.add_argument("--url", metavar="URL", help="chat with a running server instead; --model is then one of its models")
     p.add_argument("--api-key", metavar="KEY", help="key for --url (or $UMBRA_API_KEY)")
     p.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
-    p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens that add up to this (default 1)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
+    p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens that add up to this")
     p.add_argument("--seed", type=int, metavar="N", help="makes answers with a temperature repeatable")
-    p.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="tokens of an answer (%(default)s)")
+    p.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="tokens of an answer")
     return p
 
 

@@ -353,7 +353,8 @@ def test_unexpected_failure_says_nothing_about_itself(api, caplog):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nothing", 404), ("POST", "/", 405), ("GET", "/v1", 404), ("POST", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405),
+    [("GET", "/nothing", 404), ("POST", "/", 405), ("GET", "/v1", 404), ("POST", "/v1/nothing", 404),
+     ("GET", "/v1/chat/completions", 405),
      ("DELETE", "/v1/completions", 405), ("POST", "/v1/models", 405), ("POST", "/healthz", 405),
      ("GET", "/v1/models/", 404), ("PATCH", "/%00%ff", 404), ("OPTIONS", CHAT, 405)],
 )  # fmt: skip

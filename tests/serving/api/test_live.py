@@ -182,8 +182,15 @@ BAD = [
     ({"setup": {"model": "models/fake", "frob": 1}}, 1007),
     ({"setup": {"model": "models/fake", "realtimeInputConfig": {"activityHandling": "X"}}}, 1007),
     ({"setup": {"model": "models/fake", "realtimeInputConfig": {"turnCoverage": "X"}}}, 1007),
-    ({"setup": {"model": "models/fake",
-                "realtimeInputConfig": {"turnCoverage": "TURN_INCLUDES_AUDIO_ACTIVITY_AND_ALL_VIDEO"}}}, 1007),
+    (
+        {
+            "setup": {
+                "model": "models/fake",
+                "realtimeInputConfig": {"turnCoverage": "TURN_INCLUDES_AUDIO_ACTIVITY_AND_ALL_VIDEO"},
+            }
+        },
+        1007,
+    ),
     ({"setup": {"model": "models/fake", "generationConfig": {"responseModalities": ["AUDIO"]}}}, 1007),
     ({"setup": {"model": "models/fake", "contextWindowCompression": {"slidingWindow": {}}}}, 1007),
     ({"setup": {"model": "models/fake", "generationConfig": {"temperature": 9}}}, 1007),
