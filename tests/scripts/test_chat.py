@@ -347,13 +347,13 @@ def test_what_is_typed_during_an_answer_waits_for_the_prompt():
 
     try:
         until("you> ")
-        os.write(ours, b"first\n")
-        until("FI")
-        os.write(ours, b"second\nthird\nfou")
-        until("THIRD")
-        until("fou")
-        os.write(ours, b"rth\n")
-        until("FOURTH")
+        os.write(ours, b"alpha\n")
+        until("AL")
+        os.write(ours, b"bravo\ncharlie\ndel")
+        until("CHARLIE")
+        until("del")
+        os.write(ours, b"ta\n")
+        until("DELTA")
         os.write(ours, b"/quit\n")
         assert child.wait(20) == 0
     finally:
@@ -361,5 +361,5 @@ def test_what_is_typed_during_an_answer_waits_for_the_prompt():
         child.wait()
         os.close(ours)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-z]", "", shown)
-    for word in ("first", "second", "third", "fourth"):
+    for word in ("alpha", "bravo", "charlie", "delta"):
         assert shown.count(word) == 1 and shown.index(f"you> {word}") < shown.index(word.upper())
