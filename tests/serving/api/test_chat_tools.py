@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from umbra.serving.api.answer_form import answer_grammar
 from umbra.serving.api.openai_chat import _ChatShape
 from umbra.serving.api.service import Loaded
 from umbra.serving.api.tool_calls import GENERIC, Tools
@@ -137,6 +139,13 @@ def test_what_is_no_call_stays_text(api, client, make_answer, text, content):
     api.engine.plan = lambda prompt, params: make_answer(text)
     answer = client.chat.completions.create(model="fake", messages=QUESTION, tools=[WEATHER])
     assert answer.choices[0].message.content == content and answer.choices[0].finish_reason == "stop"
+
+
+def test_a_single_forced_call_is_not_ended_early():
+    """Nothing in it puts off its end by a whole call, so that a short answer has room for arguments."""
+    tools = Tools(GENERIC, [WEATHER], mode="required")
+    single, several = (answer_grammar(dataclasses.replace(tools, parallel=more), None) for more in (False, True))
+    assert 0 < single.longest_part < 40 and several.longest_part > single.longest_part + len(GENERIC.open)
 
 
 def test_no_tools_no_parsing(api, client, make_answer):
