@@ -20,7 +20,7 @@ def parsers():
             yield pytest.param(one, id=command)
 
 
-@pytest.mark.parametrize("parser", parsers())
+@pytest.mark.parametrize("parser", list(parsers()))
 def test_every_option_is_explained_in_the_same_way(parser):
     formatter = parser._get_formatter()
     assert parser.format_help().isascii()
