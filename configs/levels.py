@@ -101,11 +101,10 @@ def check_budget(tokens: int) -> int:
     return tokens
 
 
-def fit_budget(asked: int, room: int, conclusion: int) -> int:
-    """The budget for a request that asked for `asked` tokens of thought: never more than a third of the `room` tokens
-    that may follow the prompt, and so that the conclusion's tokens and at least one of the answer fit. 0: there is no
-    room for thoughts."""
-    return max(0, min(asked, room // ROOM_SHARE, room - conclusion - 1))
+def fit_budget(asked: int, room: int) -> int:
+    """The budget, conclusion included, for a request that asked for `asked` tokens of thought: never more than a third
+    of the `room` tokens that may follow the prompt."""
+    return max(0, min(asked, room // ROOM_SHARE))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ SWITCHES = ("enable_thinking", "thinking")
 
 PREAMBLE = '\n\nThink step by step first. Then write "{close}" followed by your answer.'
 CONCLUSIONS = {"native": ("\n\nThat is enough thought; now I can answer.\n", "\n"), "generic": ("\n\n",)}
-"""What is written before the closing marker at the end of the budget: the first that is short enough."""
+"""What is written before the closing marker at the end of the budget: the first that is short enough, else nothing."""
 
 _AROUND = (("a\n", ""), ("a\n", "\n\n"), ("a", "\n"), ("a. ", " a"), ("a.", "\n\n"), ("a)", "a"), ("**", "**"))
 """Texts around a closing marker: the neighbours may share a token with it."""
@@ -36,8 +36,8 @@ class Thinker:
     """One model's way of thinking. Immutable and safe to use from several threads.
 
     `close`: up to 4 token sequences of at most 8 tokens; thoughts end where one of them is the end of the generated
-    ids. `conclude`: at most 48 tokens, the last of which are one of `close`. Both are empty for a vocabulary that needs
-    too many tokens for the closing marker: such a model cannot think.
+    ids. `conclusions`: the longest first, each of at most 48 tokens, the last of which are one of `close`. Both are
+    empty for a vocabulary that needs too many tokens for the closing marker: such a model cannot think.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
@@ -52,7 +52,7 @@ class Thinker:
         self._suffix_on = "" if self._opens(True) else f"{self.open_text}\n"
         self._suffix_off = f"{self.close_text}\n\n" if native is not None and self._opens(False) else ""
         self.close = _closing(tokenizer, self.close_text)
-        self.conclude = self._conclusion()
+        self.conclusions = self._conclusions()
 
     def encode(
         self,
@@ -78,6 +78,15 @@ class Thinker:
         extra = {**switches, **extra}
         return self._template.encode(self._tokenizer, messages, tools=tools, suffix=suffix, known=known, **extra)
 
+    def conclusion(self, budget: int) -> Ids:
+        """What concludes thoughts of `budget` tokens, itself included: the longest that takes at most half of them,
+        else the shortest. Empty if that would leave no token for a thought."""
+        for ids in self.conclusions:
+            if 2 * len(ids) <= budget:
+                return ids
+        shortest = self.conclusions[-1] if self.conclusions else ()
+        return shortest if len(shortest) < budget else ()
+
     def _opens(self, thinking: bool) -> bool:
         """Whether prompts end with the opening marker as the template writes them."""
         try:
@@ -88,12 +97,12 @@ class Thinker:
             return False
         return text.rstrip().endswith(self.open_text)
 
-    def _conclusion(self) -> Ids:
-        for text in CONCLUSIONS[self.kind]:
-            ids = tuple(self._tokenizer.encode(text + self.close_text, special=True))
-            if len(ids) <= MAX_CONCLUDE_TOKENS and any(ids[-len(close) :] == close for close in self.close):
-                return ids
-        return self.close[0] if self.close else ()
+    def _conclusions(self) -> tuple[Ids, ...]:
+        written = [
+            tuple(self._tokenizer.encode(text + self.close_text, special=True)) for text in CONCLUSIONS[self.kind]
+        ]
+        ending = [ids for ids in written if any(ids[-len(close) :] == close for close in self.close)]
+        return (*(ids for ids in ending if len(ids) <= MAX_CONCLUDE_TOKENS), *self.close[:1])
 
     def _instructed(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """`messages` with the instruction to think at the end of the last user message."""

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
@@ -308,6 +308,26 @@ class Speed:
         return f"{tokens} tokens{thoughts}{rate}, first after {(self._first - self._began) * 1000:.0f} ms"
 
 
+@contextmanager
+def _unechoed() -> Iterator[None]:
+    """What is typed meanwhile is not shown among the answer; it waits for the next prompt, which shows it."""
+    try:
+        import termios
+
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (ImportError, OSError, ValueError, TypeError):  # no terminal that could be told
+        yield
+        return
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
 class Chat:
     """The conversation and its screen."""
 
@@ -392,6 +412,11 @@ class Chat:
         system = [{"role": "system", "content": self._system}] if self._system else []
         asked = {"role": "user", "content": question}
         pieces = self._backend.answer([*system, *self._turns, asked], self._think)
+        with _unechoed() if self._typed else nullcontext():
+            self._tell(asked, pieces)
+
+    def _tell(self, asked: Message, pieces: Iterator[Piece]) -> None:
+        """Show an answer as it comes."""
         speed, ending, thoughts = Speed(), "", False
         text: list[str] = []
         try:
@@ -446,13 +471,13 @@ def parser() -> argparse.ArgumentParser:
     add_level_option(p)
     add_think_option(p)
     add_lossy_option(p)
-    p.add_argument("--url", metavar="U", help="chat with a running server instead; --model is then one of its models")
+    p.add_argument("--url", metavar="URL", help="chat with a running server instead; --model is then one of its models")
     p.add_argument("--api-key", metavar="KEY", help="key for --url (or $UMBRA_API_KEY)")
     p.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
-    p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens that add up to this (default 1)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
+    p.add_argument("--top-p", type=float, default=1.0, help="only the likeliest tokens that add up to this")
     p.add_argument("--seed", type=int, metavar="N", help="makes answers with a temperature repeatable")
-    p.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="tokens of an answer (%(default)s)")
+    p.add_argument("--max-tokens", type=positive, default=1024, metavar="N", help="tokens of an answer")
     return p
 
 

@@ -121,50 +121,46 @@ def compile_programs(
 
 def parser() -> argparse.ArgumentParser:
     p = OneLineParser(prog="compile_tpu.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    p.add_argument("--model", default="smollm2", help=f"smollm2 (default) or one of {', '.join(NAMED)}")
-    p.add_argument(
-        "--topology", default="v5e:2x2", help=f"CHIP:AxB (%(default)s), CHIP one of {', '.join(chips.CHIPS)}"
-    )
+    p.add_argument("--model", default="smollm2", help=f"smollm2 or one of {', '.join(NAMED)}")
+    p.add_argument("--topology", default="v5e:2x2", help=f"CHIP:AxB, CHIP one of {', '.join(chips.CHIPS)}")
     p.add_argument(
         "--mesh",
         type=mesh_sizes,
         metavar="data=D,model=M",
-        help="default: model = largest divisor of the chips that divides the key/value heads",
+        help="how the chips are used (default: model = the largest divisor of their number that divides the KV heads)",
     )
     p.add_argument(
         "--kernels", default="auto", type=only("auto", "xla", "tpu"),
-        help="auto (default; ours), tpu (the same), or xla (plain JAX, to compare with)",
+        help="auto (ours), tpu (the same), or xla (plain JAX, to compare with)",
     )  # fmt: skip
     p.add_argument(
         "--quant", default="none", type=only("none", "int8", "int4"),
-        help="weights: none (default; bfloat16), int8 (a scale for each output channel) or int4 (for each 32 inputs)",
+        help="weights: none (bfloat16), int8 (a scale for each output channel) or int4 (for each 32 inputs)",
     )  # fmt: skip
     p.add_argument(
         "--kv", default="auto", type=only("auto", "bfloat16", "int8", "float32"),
-        help="keys and values: auto (default; bfloat16), int8, float32",
+        help="keys and values: auto (bfloat16), int8, float32",
     )  # fmt: skip
-    p.add_argument("--slots", type=positive, default=EngineConfig.slots, help="sequences per data shard (%(default)s)")
-    p.add_argument("--decode-steps", type=positive, help="passes of the decode_n program (8); 1: leave it out")
-    p.add_argument(
-        "--context", type=positive, default=1024, help="tokens in the KV cache of every sequence (%(default)s)"
-    )
+    p.add_argument("--slots", type=positive, default=EngineConfig.slots, help="sequences per data shard")
+    p.add_argument("--decode-steps", type=positive, help="passes of the decode_n program; 1: leave it out (default: 8)")
+    p.add_argument("--context", type=positive, default=1024, help="tokens in the KV cache of every sequence")
     p.add_argument(
         "--sequences", type=_numbers, default=(), metavar="N,N",
         help="also compile the decode step for these numbers of sequences, for example 1,8,32",
     )  # fmt: skip
     p.add_argument(
         "--sampling", default="greedy", type=only("greedy", "temperature", "top-p"),
-        help="what every slot is assumed to ask for: greedy (default), temperature or top-p",
+        help="what every slot is assumed to ask for: greedy, temperature or top-p",
     )  # fmt: skip
     p.add_argument(
         "--draft", default="auto", type=only("auto", "off"),
-        help="auto (default; with a shadow of the size that the model allows), or off: programs that never draft",
+        help="auto (with a shadow of the size that the model allows), or off: programs that never draft",
     )  # fmt: skip
     p.add_argument(
         "--roofline", action="store_true",
         help="also predict passes of 1 and 5 tokens of 1, 8, 32 and 128 sequences, and what drafts gain",
     )  # fmt: skip
-    p.add_argument("--json", type=Path, metavar="OUT", help="write the report to this file")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
     return p
 
 

@@ -28,22 +28,27 @@ FORMATS = ("gguf", "hf", "orbax")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="SRC")
-    parser.add_argument("destination", metavar="DST", type=Path)
-    parser.add_argument("--to", choices=FORMATS, help="format of DST (default: by its name)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="type of the weights (default: the smallest that keeps them)"
+def parser() -> argparse.ArgumentParser:
+    p = OneLineParser(prog="convert.py", description=__doc__)
+    p.add_argument("source", metavar="SRC", help="what is read")
+    p.add_argument("destination", metavar="DST", type=Path, help="what is written")
+    p.add_argument("--to", choices=FORMATS, help="format of DST (default: by its name)")
+    p.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="type of the weights; auto: the smallest that keeps them"
     )
-    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
-    args = parser.parse_args(argv)
+    p.add_argument("--force", action="store_true", help="replace DST if it exists")
+    return p
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    options = parser()
+    args = options.parse_args(argv)
     by_name = {".gguf": "gguf", ".orbax": "orbax"}.get(args.destination.suffix)
     args.to = args.to or by_name or "hf"
     if by_name is not None and by_name != args.to:
-        parser.error(f"{args.destination} is named like {by_name}, but --to is {args.to}; supported: agreeing names")
+        options.error(f"{args.destination} is named like {by_name}, but --to is {args.to}; supported: agreeing names")
     if args.to == "gguf" and by_name != "gguf":
-        parser.error(f"{args.destination} must end in .gguf to be a GGUF file")
+        options.error(f"{args.destination} must end in .gguf to be a GGUF file")
     return args
 
 

@@ -48,26 +48,34 @@ SAMPLING = (
 
 def parser() -> argparse.ArgumentParser:
     p = OneLineParser(prog="generate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    p.add_argument("--prompts", required=True, type=Path, metavar="F", help="JSON lines: question_id, category, turns")
-    p.add_argument("--out", required=True, type=Path, metavar="O", help="file to write, one line per prompt")
+    p.add_argument(
+        "--prompts", required=True, type=Path, metavar="FILE", help="JSON lines: question_id, category, turns"
+    )
+    p.add_argument("--out", required=True, type=Path, metavar="FILE", help="file to write, one line per prompt")
     add_model_options(p)
     add_draft_option(p)
     add_level_option(p)
     add_think_option(p)
     add_lossy_option(p)
     add_state_options(p, default=None)
-    p.add_argument("--batch", type=positive, default=1, metavar="N", help="requests in flight at once (default 1)")
+    p.add_argument("--batch", type=positive, default=1, metavar="N", help="requests in flight at once")
     p.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
     p.add_argument("--all-turns", action="store_true", help="all user messages of a prompt, with the answers between")
-    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer (default 256)")
-    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    p.add_argument("--seed", type=int, default=0, help="seed of every request's noise (default 0)")
-    p.add_argument("--top-k", type=int, default=0, help="only the K most likely tokens; 0 is off (default)")
+    p.add_argument("--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    p.add_argument("--seed", type=int, default=0, help="seed of every request's noise")
+    p.add_argument("--top-k", type=int, default=0, help="only the K most likely tokens; 0: off")
     p.add_argument("--top-p", type=float, default=1.0, help="only the most likely tokens that add up to this")
     p.add_argument("--min-p", type=float, default=0.0, help="only tokens this likely in relation to the likeliest")
-    p.add_argument("--repetition-penalty", type=float, default=1.0)
-    p.add_argument("--presence-penalty", type=float, default=0.0)
-    p.add_argument("--frequency-penalty", type=float, default=0.0)
+    p.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="logits of tokens seen are divided by it; 1: off"
+    )
+    p.add_argument(
+        "--presence-penalty", type=float, default=0.0, help="taken from the logits of tokens of the answer; 0: off"
+    )
+    p.add_argument(
+        "--frequency-penalty", type=float, default=0.0, help="the same for every time that a token came; 0: off"
+    )
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     p.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end, up to --max-tokens")
     p.add_argument("--digest", action="store_true", help="add a CRC of every row of logits that chose a token")

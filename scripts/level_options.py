@@ -55,15 +55,15 @@ def think(text: str) -> Think:
 
 def add_level_option(parser: argparse._ActionsContainer, *, default: str | None = None) -> None:
     parser.add_argument(
-        "--level", type=level, default=default, metavar="L",
-        help=f"how much may be computed: {', '.join(LEVELS)} (default {DEFAULT_LEVEL}); it makes nobody think",
+        "--level", type=level, default=default, metavar="LEVEL",
+        help=f"how much may be computed: {', '.join(LEVELS)}; it makes nobody think (default: {DEFAULT_LEVEL})",
     )  # fmt: skip
 
 
 def add_think_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
-        "--think", type=think, default=UNSAID, metavar="T",
-        help="thoughts before the answer: off (default), low, medium, high, adaptive, or a number of tokens",
+        "--think", type=think, default=UNSAID, metavar="EFFORT",
+        help="thoughts before the answer: off, low, medium, high, adaptive, or a number of tokens",
     )  # fmt: skip
 
 

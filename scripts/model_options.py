@@ -78,11 +78,33 @@ def only(*supported: str) -> Callable[[str], str]:
             raise argparse.ArgumentTypeError(f"{text!r} is not supported; supported: {', '.join(supported)}")
         return text
 
+    check.supported = supported  # type: ignore[attr-defined]
     return check
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Options that take a value say of which kind it is, and all that have a default say it in the same words."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        if supported := getattr(action.type, "supported", None):
+            return f"{{{','.join(supported)}}}"
+        kinds: dict[Any, str] = {positive: "N", int: "N", float: "X", Path: "FILE"}
+        return kinds.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, value = action.help or "", action.default
+        said = "(default: " in text or not action.option_strings or action.nargs == 0
+        if said or value is None or value is argparse.SUPPRESS or value in ((), [], ""):
+            return text
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return f"{text} (default: {shown.replace('%', '%%')})"
 
 
 class OneLineParser(argparse.ArgumentParser):
     """Wrong usage ends with status 2 and a single line on stderr."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> Any:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -90,25 +112,25 @@ class OneLineParser(argparse.ArgumentParser):
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", default="smollm2", metavar="M",
-        help="smollm2 (default), gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
+        "--model", default="smollm2", metavar="MODEL",
+        help="smollm2, gemma3-270m, hf:ORG/NAME, a .gguf file, a Hugging Face or Orbax folder, or tiny",
     )  # fmt: skip
     parser.add_argument(
         "--quant", default="auto", type=only("auto", "none", "int8", "int4"),
-        help="weights: auto (default; as the file has them, with native or TPU kernels), none (float32 on a CPU, "
+        help="weights: auto (as the file has them, with native or TPU kernels), none (float32 on a CPU, "
         "bfloat16 on a TPU), int8 or int4 (requantised)",
     )  # fmt: skip
     parser.add_argument(
         "--kv", default="auto", type=only("auto", "float32", "bfloat16", "int8"),
-        help="keys and values: auto (default; int8 with native kernels), float32, bfloat16 or int8",
+        help="keys and values: auto (int8 with native kernels), float32, bfloat16 or int8",
     )  # fmt: skip
     parser.add_argument(
         "--kernels", default="auto", type=only(*ASKED),
-        help="who computes: auto (default; this platform's own kernels), cpu, tpu, or xla (plain JAX)",
+        help="who computes: auto (this platform's own kernels), cpu, tpu, or xla (plain JAX)",
     )  # fmt: skip
     parser.add_argument(
-        "--embedding", default="file", type=embedding, metavar="E",
-        help="precision of the table of tokens: file (default; as the file has it), or e.g. int8, or 4096:int8,int4: "
+        "--embedding", default="file", type=embedding, metavar="FORM",
+        help="precision of the table of tokens: file (as the file has it), or e.g. int8, or 4096:int8,int4: "
         "the most frequent tokens' rows in the first, the others in the second",
     )  # fmt: skip
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all this process may use)")
@@ -118,12 +140,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def add_draft_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", default="auto", type=only(*DRAFT_SOURCES),
-        help="where drafted tokens come from: auto (default; wherever they can), off, lookup (earlier text) or shadow. "
+        help="where drafted tokens come from: auto (wherever they can), off, lookup (earlier text) or shadow. "
         "Answers are the same with all of them",
     )  # fmt: skip
     parser.add_argument(
-        "--shadow", default="auto", metavar="F",
-        help="the shadow network: auto (default; the one that ships for the model, if any), off, or a file of "
+        "--shadow", default="auto", metavar="FILE",
+        help="the shadow network: auto (the one that ships for the model, if any), off, or a file of "
         "train_shadow.py",
     )  # fmt: skip
 
@@ -154,18 +176,19 @@ def add_state_options(parser: argparse.ArgumentParser, default: Path | None) -> 
     )  # fmt: skip
     group.add_argument(
         "--cache-disk", type=gibibytes, default=CacheConfig.disk_quota, metavar="GIB",
-        help=f"most that KV takes on the disk; 0: none ({CacheConfig.disk_quota / GIB:g})",
+        help=f"most that KV takes on the disk; 0: none (default: {CacheConfig.disk_quota / GIB:g})",
     )  # fmt: skip
     group.add_argument(
         "--cache-memory", type=gibibytes, metavar="GIB",
-        help=f"host memory for KV; 0: none (0 on a CPU, whose pool is host memory already, else {HOST_MEMORY / GIB:g})",
+        help="host memory for KV; 0: none (default: 0 on a CPU, whose pool is host memory already, else "
+        f"{HOST_MEMORY / GIB:g})",
     )  # fmt: skip
     group.add_argument(
         "--cache-objects", default="", metavar="URL",
         help="a pool of KV shared by machines: gs://bucket/path, s3://bucket/path or file:///path",
     )  # fmt: skip
     group.add_argument(
-        "--cache-log", type=Path, metavar="F", help="a file that gets a line for every request, for replays"
+        "--cache-log", type=Path, metavar="FILE", help="a file that gets a line for every request, for replays"
     )
 
 

@@ -61,29 +61,29 @@ def parser() -> argparse.ArgumentParser:
     sizes = p.add_argument_group("sizes")
     sizes.add_argument(
         "--slots", type=int, default=engine.slots,
-        help="sequences that run at once, per data shard of the mesh (%(default)s)",
+        help="sequences that run at once, per data shard of the mesh",
     )  # fmt: skip
-    sizes.add_argument("--context-length", type=int, help="positions of a sequence (the model's, at most 8192)")
+    sizes.add_argument(
+        "--context-length", type=int, help="positions of a sequence (default: the model's, at most 8192)"
+    )
     sizes.add_argument(
         "--kv-memory", type=float, default=engine.kv_memory,
-        help="GiB of KV blocks, per data shard of the mesh (%(default)s)",
+        help="GiB of KV blocks, per data shard of the mesh",
     )  # fmt: skip
-    sizes.add_argument(
-        "--prefill-chunk", type=int, default=engine.prefill_chunk, help="prompt tokens a step (%(default)s)"
-    )
-    sizes.add_argument("--decode-steps", type=int, help="steps of a device loop (1 on a CPU, 8 on a TPU)")
+    sizes.add_argument("--prefill-chunk", type=int, default=engine.prefill_chunk, help="prompt tokens a step")
+    sizes.add_argument("--decode-steps", type=int, help="steps of a device loop (default: 1 on a CPU, 8 on a TPU)")
     sizes.add_argument(
         "--hot-window", default=engine.hot_window, type=only("auto", "off"),
-        help="KV kept on the chip through a device loop: auto (default; on TPUs) or off",
+        help="KV kept on the chip through a device loop: auto (on TPUs) or off",
     )  # fmt: skip
     sizes.add_argument(
-        "--embeddings", action=argparse.BooleanOptionalAction, default=True, help="also embed texts (default)"
+        "--embeddings", action=argparse.BooleanOptionalAction, default=True, help="also embed texts (default: yes)"
     )
-    sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait (%(default)s)")
+    sizes.add_argument("--max-queue", type=int, default=engine.max_queue, help="requests that may wait")
     add_state_options(p, default=cache_dir() / "state")
     http = p.add_argument_group("server")
-    http.add_argument("--host", default=server.host, help="address to listen on (%(default)s)")
-    http.add_argument("--port", type=int, default=server.port, help="0: any free port (%(default)s)")
+    http.add_argument("--host", default=server.host, help="address to listen on")
+    http.add_argument("--port", type=int, default=server.port, help="0: any free port")
     http.add_argument(
         "--api-keys", type=Path, metavar="FILE",
         help="keys clients may send, with their limits (TOML, see configs/keys.py); also $UMBRA_API_KEYS: keys with "
@@ -96,18 +96,20 @@ def parser() -> argparse.ArgumentParser:
         ("requests-per-minute", "requests a minute"), ("tokens-per-minute", "tokens a minute, prompts included"),
         ("max-concurrent", "requests in progress"),
     ):  # fmt: skip
-        http.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{what}{own} (%(default)s)")
+        http.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"{what}{own}")
     http.add_argument(
         "--cors-origin", action="append", default=[], metavar="ORIGIN", help="pages that may use the server; *: all"
     )
     http.add_argument(
-        "--request-timeout", type=float, default=server.request_timeout, metavar="S",
-        help="seconds until an answer must be complete (%(default)s)",
+        "--request-timeout", type=float, default=server.request_timeout, metavar="SECONDS",
+        help="until an answer must be complete",
     )  # fmt: skip
-    http.add_argument("--tls-cert", metavar="F", help="certificate chain, PEM; needs --tls-key")
-    http.add_argument("--tls-key", metavar="F", help="private key, PEM; needs --tls-cert")
-    http.add_argument("--max-body", type=int, default=server.max_body, help="bytes of a request body (%(default)s)")
-    http.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    http.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM; needs --tls-key")
+    http.add_argument("--tls-key", metavar="FILE", help="private key, PEM; needs --tls-cert")
+    http.add_argument("--max-body", type=int, default=server.max_body, help="bytes of a request body")
+    http.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="least that is logged"
+    )
     return p
 
 

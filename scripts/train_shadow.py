@@ -54,14 +54,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of the run and its result")
     p.add_argument("--resume", action="store_true", help="go on with the run in DIR")
     p.add_argument(
-        "--data", nargs="+", action="extend", default=[], type=Path, metavar="F.jsonl",
+        "--data", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
         help="more prompts to train on: JSON lines with question_id, category, turns (the first turn is used)",
     )  # fmt: skip
     p.add_argument(
-        "--test", nargs="+", action="extend", default=[], type=Path, metavar="F.jsonl",
+        "--test", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
         help="prompts to measure on; nothing that shares eight words in a row with one is trained on",
     )  # fmt: skip
-    p.add_argument("--seed", type=int, default=default.seed, help="of everything that is drawn (default 0)")
+    p.add_argument("--seed", type=int, default=default.seed, help="of everything that is drawn")
     numbers = {
         "prompts": "built-in prompts", "tokens": "tokens of answers to train and calibrate on",
         "max_tokens": "tokens of one answer", "unroll": "places of a chain in the loss",
@@ -69,19 +69,17 @@ def parser() -> argparse.ArgumentParser:
     }  # fmt: skip
     for name, words in numbers.items():
         value = getattr(default, name)
-        p.add_argument(
-            f"--{name.replace('_', '-')}", type=positive, default=value, metavar="N", help=f"{words} ({value})"
-        )
-    p.add_argument("--epochs", type=float, default=default.epochs, metavar="X", help=f"default {default.epochs:g}")
-    p.add_argument("--learning-rate", type=float, default=default.learning_rate, metavar="X", help="its peak")
-    p.add_argument("--streams", type=positive, default=16, metavar="N", help="answers generated at once (default 16)")
+        p.add_argument(f"--{name.replace('_', '-')}", type=positive, default=value, metavar="N", help=words)
+    p.add_argument("--epochs", type=float, default=default.epochs, metavar="X", help="times over the examples")
+    p.add_argument("--learning-rate", type=float, default=default.learning_rate, metavar="X", help="at its peak")
+    p.add_argument("--streams", type=positive, default=16, metavar="N", help="answers generated at once")
     p.add_argument(
-        "--rank", type=positive, metavar="R", help="of the shadow (default: what 0.3 %% of the trunk allows)"
+        "--rank", type=positive, metavar="N", help="of the shadow (default: what 0.3 %% of the trunk allows)"
     )
     p.add_argument(
-        "--mlp", type=positive, metavar="M", help="width of the shadow's MLP (default: five sixths of the rank)"
+        "--mlp", type=positive, metavar="N", help="width of the shadow's MLP (default: five sixths of the rank)"
     )
-    p.add_argument("--vocab", type=positive, default=4096, metavar="Z", help="tokens that it can draft (default 4096)")
+    p.add_argument("--vocab", type=positive, default=4096, metavar="N", help="tokens that it can draft")
     return p
 
 

@@ -114,7 +114,7 @@ def at_level(params: SamplingParams, name: str, policies: Mapping[str, Policy] =
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The thinking budget of one request and where it comes from."""
+    """The thinking budget of one request, which bounds all that counts as thoughts, and where it comes from."""
 
     level: str
     asked: int  # tokens; after the detector, before what there is room for
@@ -160,9 +160,9 @@ def prepare(
         room = context_length - len(prompt)
         if params.max_tokens is not None:
             room = min(room, params.max_tokens)
-        budget = fit_budget(asked, room, len(thinker.conclude))
-        if budget:
-            thinking = Thinking(budget, thinker.close, thinker.conclude)
+        budget = fit_budget(asked, room)
+        if conclude := thinker.conclusion(budget):
+            thinking = Thinking(budget - len(conclude), thinker.close, conclude)
             params = dataclasses.replace(params, thinking=thinking)
             return Prepared(prompt, params, Choice(effort.level, asked, budget, assessment))
     prompt = thinker.encode(messages, thinking=False, tools=tools, **extra)

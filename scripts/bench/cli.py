@@ -44,7 +44,6 @@ WIDTHS = (1, 2, 4, 5, 8, 16, 32)
 ROWS = (1, 2, 4, 5, 8, 16, 32, 128)
 CONTEXTS = (128, 1024, 8000)
 SHORTEST_FLAT = 400
-_WIDTHS = "default " + ",".join(map(str, WIDTHS))
 
 ABOUT = {
     "decode": "one stream: tokens after the first over the time after it",
@@ -103,28 +102,26 @@ def parser() -> argparse.ArgumentParser:
         if bench in DRAFTED:
             add_draft_option(sub)
         elif bench in ("passes", "exact"):
-            sub.add_argument("--shadow", default="auto", metavar="F", help="the shadow network: auto, off or a file")
+            sub.add_argument("--shadow", default="auto", metavar="FILE", help="the shadow network: auto, off or a file")
         if bench not in (*OPERATIONS, "soak", "schema"):
             built_in = bench in BUILT_IN
             sub.add_argument(
-                "--prompts", type=Path, default=None if built_in else DEFAULT, metavar="F.jsonl",
+                "--prompts", type=Path, default=None if built_in else DEFAULT, metavar="FILE",
                 help=f"prompt file (default: {'prompts made from our templates' if built_in else 'ours'})",
             )  # fmt: skip
         if bench not in ONCE:
-            sub.add_argument("--rounds", type=positive, default=3, metavar="N", help="turns of each system (default 3)")
-        sub.add_argument("--json", type=Path, metavar="OUT", help="write the report here")
+            sub.add_argument("--rounds", type=positive, default=3, metavar="N", help="turns of each system")
+        sub.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
         _ADD[bench](sub)
     return p
 
 
 def _decode_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--each", type=positive, metavar="N", help="first N prompts of every category, instead of --limit")
-    sub.add_argument("--limit", type=positive, default=8, metavar="N", help="first N prompts (default 8)")
-    sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream (default 128)")
+    sub.add_argument("--limit", type=positive, default=8, metavar="N", help="first N prompts")
+    sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream")
     _add_draft_length(sub)
-    sub.add_argument(
-        "--temperature", type=_factor, default=0.0, metavar="T", help="draw tokens, with seeds (default: greedy)"
-    )
+    sub.add_argument("--temperature", type=_factor, default=0.0, metavar="X", help="draw tokens, with seeds; 0: greedy")
     sub.add_argument(
         "--busy", type=positive, default=0, metavar="N", help="run every prompt again beside N busy processes"
     )
@@ -137,81 +134,81 @@ def _add_draft_length(sub: argparse.ArgumentParser) -> None:
 
 
 def _flat_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--limit", type=positive, default=4, metavar="N", help="first N prompts (default 4)")
-    sub.add_argument("--max-tokens", type=positive, default=700, metavar="N", help="tokens of a stream (default 700)")
+    sub.add_argument("--limit", type=positive, default=4, metavar="N", help="first N prompts")
+    sub.add_argument("--max-tokens", type=positive, default=700, metavar="N", help="tokens of a stream")
 
 
 def _schema_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--limit", type=positive, default=20, metavar="N", help="schemas (default 20)")
-    sub.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="tokens of an answer (default 256)")
-    sub.add_argument("--sequences", type=positive, default=1, metavar="N", help="answers at once (default 1)")
-    sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the schemas (default 0)")
+    sub.add_argument("--limit", type=positive, default=20, metavar="N", help="schemas")
+    sub.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="tokens of an answer")
+    sub.add_argument("--sequences", type=positive, default=1, metavar="N", help="answers at once")
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the schemas")
 
 
 def _levels_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--limit", type=positive, default=8, metavar="N", help="first N prompts (default 8)")
-    sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream (default 128)")
-    sub.add_argument("--tasks", type=positive, default=COUNT, metavar="N", help=f"tasks to score (default {COUNT})")
+    sub.add_argument("--limit", type=positive, default=8, metavar="N", help="first N prompts")
+    sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream")
+    sub.add_argument("--tasks", type=positive, default=COUNT, metavar="N", help="tasks to score")
     sub.add_argument(
         "--thoughts", type=_whole, default=128, metavar="N",
-        help="tokens of the largest thinking budget, the others in proportion (default 128; 0: no thoughts)",
+        help="tokens of the largest thinking budget, the others in proportion (0: no thoughts)",
     )  # fmt: skip
     sub.add_argument("--plots", type=Path, metavar="DIR", help="draw levels.png and layers.png into this folder")
 
 
 def _skips_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--limit", type=positive, default=150, metavar="N", help="first N prompts (default 150)")
-    sub.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens of an answer (default 64)")
-    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="answers made at once (default 16)")
+    sub.add_argument("--limit", type=positive, default=150, metavar="N", help="first N prompts")
+    sub.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens of an answer")
+    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="answers made at once")
     sub.add_argument("--save", action="store_true", help="write the subsets into model/skips")
 
 
 def _relax_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--limit", type=positive, default=300, metavar="N", help="first N prompts (default 300)")
-    sub.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens of an answer (default 64)")
+    sub.add_argument("--limit", type=positive, default=300, metavar="N", help="first N prompts")
+    sub.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="tokens of an answer")
     sub.add_argument(
         "--sequences", type=positive, default=1, metavar="N",
-        help="answers made at once (default 1: drafts are longest, so most is relaxed)",
+        help="answers made at once (with 1 drafts are longest, so most is relaxed)",
     )  # fmt: skip
     sub.add_argument("--save", action="store_true", help="write the margin into configs/relaxed")
 
 
 def _prefill_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--limit", type=positive, default=4, metavar="N", help="prompts of a round (default 4)")
-    sub.add_argument("--prompt-tokens", type=positive, default=1024, metavar="N", help="length of each (default 1024)")
+    sub.add_argument("--limit", type=positive, default=4, metavar="N", help="prompts of a round")
+    sub.add_argument("--prompt-tokens", type=positive, default=1024, metavar="N", help="length of each")
 
 
 def _batch_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="streams at once (default 8)")
+    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="streams at once")
     sub.add_argument("--limit", type=positive, metavar="N", help="prompts of a round, in groups (default: one group)")
     _add_draft_length(sub)
-    sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream (default 128)")
+    sub.add_argument("--max-tokens", type=positive, default=128, metavar="N", help="tokens of a stream")
 
 
 def _passes_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--widths", type=_numbers, default=WIDTHS, metavar="W,...", help=f"tokens of a pass ({_WIDTHS})")
+    sub.add_argument("--widths", type=_numbers, default=WIDTHS, metavar="N,...", help="tokens of a pass")
     sub.add_argument(
         "--context", type=positive, default=8000, metavar="N", dest="prompt_tokens",
-        help="tokens of the long context (default 8000)",
+        help="tokens of the long context",
     )  # fmt: skip
 
 
 def _kernels_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--ops", type=_ops, default=kernels.OPS, metavar="OP,...", help=f"of {','.join(kernels.OPS)}")
     sub.add_argument(
-        "--row-counts", type=_numbers, default=ROWS, metavar="R,...", dest="widths",
-        help=f"rows of a product (default {','.join(map(str, ROWS))})",
+        "--row-counts", type=_numbers, default=ROWS, metavar="N,...", dest="widths",
+        help="rows of a product",
     )  # fmt: skip
     sub.add_argument(
         "--contexts", type=_numbers, default=CONTEXTS, metavar="N,...",
-        help=f"tokens before those that attend (default {','.join(map(str, CONTEXTS))})",
+        help="tokens before those that attend",
     )  # fmt: skip
 
 
 def _quality_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--limit", type=positive, default=40, metavar="N", help="first N prompts (default 40)")
-    sub.add_argument("--max-tokens", type=positive, default=96, metavar="N", help="tokens of an answer (default 96)")
-    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="answers made at once (default 16)")
+    sub.add_argument("--limit", type=positive, default=40, metavar="N", help="first N prompts")
+    sub.add_argument("--max-tokens", type=positive, default=96, metavar="N", help="tokens of an answer")
+    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="answers made at once")
     sub.add_argument(
         "--variants", nargs="+", default=(), metavar="QUANT[+kv=KV][+embedding=E]",
         help="other forms of ours, for example: none int8 auto+kv=float32 auto+embedding=4096:int8,int4",
@@ -221,32 +218,34 @@ def _quality_options(sub: argparse.ArgumentParser) -> None:
 def _serve_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--scenario", choices=SCENARIOS, default="arrivals",
-        help="arrivals (default): open loop; concurrent: --clients that ask when they are answered; questions: short "
+        help="arrivals: open loop; concurrent: --clients that ask when they are answered; questions: short "
         "ones, with a known system prompt; overhead: against our engine, --clients streams; events: a source of --rate "
         "tokens a second in place of the engine",
     )  # fmt: skip
     sub.add_argument(
         "--clients", type=_numbers, metavar="N,...",
-        help="concurrent: clients at once (default 1,16,100); overhead: streams (default 1,32)",
+        help="concurrent: clients at once; overhead: streams (default: 1,16,100, for overhead 1,32)",
     )  # fmt: skip
-    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="requests open at once (default 8)")
-    sub.add_argument("--limit", type=positive, default=32, metavar="N", help="requests of a round (default 32)")
-    sub.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default 64)")
-    sub.add_argument("--rate", type=_factor, metavar="R", help="Poisson arrivals (or tokens) per second (default 1)")
-    sub.add_argument("--seed", type=int, metavar="S", help="seed of the arrivals (default 0)")
-    sub.add_argument("--trace", type=Path, metavar="F", help="arrivals and lengths from this file (.jsonl, .jsonl.gz)")
-    sub.add_argument("--time-scale", type=_factor, metavar="X", help="stretch the trace's times (default 1)")
-    sub.add_argument("--length-scale", type=_factor, metavar="X", help="stretch the trace's lengths (default 1)")
+    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="requests open at once")
+    sub.add_argument("--limit", type=positive, default=32, metavar="N", help="requests of a round")
+    sub.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default: 64)")
+    sub.add_argument("--rate", type=_factor, metavar="X", help="Poisson arrivals (or tokens) per second (default: 1)")
+    sub.add_argument("--seed", type=int, metavar="N", help="seed of the arrivals (default: 0)")
+    sub.add_argument(
+        "--trace", type=Path, metavar="FILE", help="arrivals and lengths from this file (.jsonl, .jsonl.gz)"
+    )
+    sub.add_argument("--time-scale", type=_factor, metavar="X", help="stretch the trace's times (default: 1)")
+    sub.add_argument("--length-scale", type=_factor, metavar="X", help="stretch the trace's lengths (default: 1)")
     sub.add_argument(
         "--starts", type=int, choices=(1, 2), default=2,
-        help="2 (default): time a first start with nothing compiled and a second; 1: one start with your cache",
+        help="2: time a first start with nothing compiled and a second; 1: one start with your cache",
     )  # fmt: skip
 
 
 def _exact_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--drafting-only", action="store_true", help="only compare drafting on with off")
-    sub.add_argument("--limit", type=positive, default=100, metavar="N", help="first N prompts (default 100)")
-    sub.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="tokens of an answer (default 32)")
+    sub.add_argument("--limit", type=positive, default=100, metavar="N", help="first N prompts")
+    sub.add_argument("--max-tokens", type=positive, default=32, metavar="N", help="tokens of an answer")
 
 
 def _folder_option(sub: argparse.ArgumentParser) -> None:
@@ -259,41 +258,41 @@ def _resume_options(sub: argparse.ArgumentParser) -> None:
     _folder_option(sub)
     sub.add_argument(
         "--history", type=positive, default=8000, metavar="N", dest="prompt_tokens",
-        help="tokens of the stored conversation (default 8000)",
+        help="tokens of the stored conversation",
     )  # fmt: skip
-    sub.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="of the new turn (default 32)")
+    sub.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="of the new turn")
 
 
 def _context_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--contexts", type=_numbers, default=context.LENGTHS, metavar="N,...",
-        help=f"tokens before the one that attends (default {','.join(map(str, context.LENGTHS))})",
+        help="tokens before the one that attends",
     )  # fmt: skip
 
 
 def _soak_options(sub: argparse.ArgumentParser) -> None:
     _folder_option(sub)
-    sub.add_argument("--limit", type=positive, default=1000, metavar="N", help="requests (default 1000)")
-    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="requests at once (default 16)")
-    sub.add_argument("--seed", type=int, default=0, metavar="S", help="of the requests (default 0)")
+    sub.add_argument("--limit", type=positive, default=1000, metavar="N", help="requests")
+    sub.add_argument("--sequences", type=positive, default=16, metavar="N", help="requests at once")
+    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the requests")
 
 
 def _cache_options(sub: argparse.ArgumentParser) -> None:
     _folder_option(sub)
-    sub.add_argument(
-        "--blocks", type=positive, default=200, metavar="N", dest="limit", help="blocks read (default 200)"
-    )
-    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="answers at once (default 8)")
-    sub.add_argument("--max-tokens", type=positive, default=512, metavar="N", help="tokens of an answer (default 512)")
+    sub.add_argument("--blocks", type=positive, default=200, metavar="N", dest="limit", help="blocks read")
+    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="answers at once")
+    sub.add_argument("--max-tokens", type=positive, default=512, metavar="N", help="tokens of an answer")
 
 
 def _simulate_options(sub: argparse.ArgumentParser) -> None:
     _folder_option(sub)
     sub.add_argument(
         "--histories", type=_numbers, default=simulate.HISTORIES, metavar="N,...",
-        help=f"tokens of the conversations that are measured (default {','.join(map(str, simulate.HISTORIES))})",
+        help="tokens of the conversations that are measured",
     )  # fmt: skip
-    sub.add_argument("--trace", type=Path, metavar="F", help="requests to replay (.jsonl, .jsonl.gz), or an access log")
+    sub.add_argument(
+        "--trace", type=Path, metavar="FILE", help="requests to replay (.jsonl, .jsonl.gz), or an access log"
+    )
     sub.add_argument("--plots", type=Path, metavar="DIR", help="draw hits.png and resume.png into this folder")
 
 

@@ -8,7 +8,6 @@ and asks it something in the usual way all the while: `usual` are the answers to
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import contextlib
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ..model_options import OneLineParser
 from .bad_requests import CHAT, COMPLETIONS, HI, Bad, bad_requests
 from .report import percentile
 from .servers import SERVE, Server
@@ -217,10 +217,10 @@ def run(server: Server, pid: int, *, scale: float = 1.0) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(prog="stress.py", description="Bad clients against our server.")
-    options.add_argument("--model", default="smollm2")
+    options = OneLineParser(prog="stress.py", description="Bad clients against our server.", allow_abbrev=False)
+    options.add_argument("--model", default="smollm2", help="what the server loads")
     options.add_argument("--scale", type=float, default=1.0, metavar="X", help="1: 200 slow readers, 1,000 idle ...")
-    options.add_argument("--json", type=Path, metavar="OUT", help="write the report here")
+    options.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     args = options.parse_args(argv)
     command = [
         sys.executable,

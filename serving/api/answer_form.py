@@ -24,9 +24,9 @@ def answer_grammar(tools: Tools | None, text: Grammar | None) -> Grammar | None:
         return text
     if tools.mode == "required":
         several = f' ("\\n" call){{0,{MAX_FORCED_CALLS - 1}}}' if tools.parallel else ""
-        return _lark(f"start: call{several}\n{_calls(tools)}", "tools", _length(tools))
+        return _lark(f"start: call{several}\n{_calls(tools)}", "tools", _length(tools, more=tools.parallel))
     if text is not None:
-        return _lark(f"start: call | text\n{_calls(tools)}{_text_rule(text)}", text.field, _length(tools))
+        return _lark(f"start: call | text\n{_calls(tools)}{_text_rule(text)}", text.field, _length(tools, more=True))
     if tools.mode == "validated" or tools.strict:
         return _lark(
             f"start: called* REST\ncalled: opened call_rest\n"
@@ -36,10 +36,11 @@ def answer_grammar(tools: Tools | None, text: Grammar | None) -> Grammar | None:
     return None
 
 
-def _length(tools: Tools) -> int:
-    """Characters of the longest among the shortest calls."""
+def _length(tools: Tools, *, more: bool) -> int:
+    """Characters by which a token may put off the end: those of the longest among the shortest parts of a call, or of
+    the shortest calls, if `more` of them may begin. Too many, and a short answer is nothing but its shortest end."""
     longest = max((longest_part(one["parameters"]) + len(one["name"]) for one in tools.callable), default=0)
-    return longest + len(tools.form.open + tools.form.close) + 30
+    return longest + len(tools.form.open + tools.form.close) + 30 if more else longest
 
 
 def _lark(rules: str, field: str, longest_part: int | None = None) -> Grammar:

@@ -1,17 +1,17 @@
-"""The pieces of an answer for protocols whose answers are lists of steps: thoughts, texts and calls."""
+"""The pieces of an answer for protocols that tell calls apart from text."""
 
 from __future__ import annotations
 
 from ..engine.request import Emission
-from .tool_calls import CallParser, Piece, ToolCall, Tools, written
+from .tool_calls import BadCall, CallParser, Piece, ToolCall, Tools, written
 
 
 class Pieces:
     """Splits emissions into texts and the calls that can be handed over. How tokens are grouped into emissions changes
-    nothing. A call that cannot be handed over stays what the model wrote."""
+    nothing. A call that cannot be handed over, and any after `most` calls, stays what the model wrote."""
 
-    def __init__(self, tools: Tools | None) -> None:
-        self._tools = tools
+    def __init__(self, tools: Tools | None, *, most: int | None = None) -> None:
+        self._tools, self._most, self._found = tools, most, 0
         self._calls = CallParser(tools.form) if tools is not None else None
 
     def take(self, emission: Emission) -> list[str | ToolCall]:
@@ -30,6 +30,9 @@ class Pieces:
 
     def _usable(self, piece: Piece) -> str | ToolCall:
         assert self._tools is not None
-        if isinstance(piece, str) or (isinstance(piece, ToolCall) and piece.name in self._tools.names):
+        if isinstance(piece, str):
             return piece
-        return written(piece, self._tools.form)
+        if isinstance(piece, BadCall) or piece.name not in self._tools.names or self._found == self._most:
+            return written(piece, self._tools.form)
+        self._found += 1
+        return piece

@@ -73,6 +73,13 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
+    @app.head("/", include_in_schema=False)
+    @app.get("/", tags=["operations"])
+    async def root() -> dict[str, Any]:
+        """What this is, and where to go on."""
+        links = {"docs": "/docs", "models": "/v1/models", "health": "/healthz", "ready": "/readyz"}
+        return {"name": "umbra", "version": __version__, "model": service.model_name, "links": links}
+
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["operations"])
     async def healthz() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from ..engine.request import Emission, Sink
 from .context import Answered, RequestInfo
-from .errors import ApiError, ClientGone, unavailable
+from .errors import ApiError, ClientGone, stopping
 from .record import log_late
 from .wishes import too_late
 
@@ -56,7 +56,7 @@ def failure(emission: Emission) -> ApiError | None:
         log.error("an answer failed: %s", emission.error or "no reason given")  # may tell what clients must not know
         return ApiError(500, "The engine failed while answering", kind="server_error", code="engine_error")
     if emission.finish_reason == "cancelled":
-        return unavailable("The server cancelled the request", "cancelled", 5.0)
+        return stopping()
     return None
 
 

@@ -66,6 +66,11 @@ def unavailable(message: str, code: str, retry_after: float) -> ApiError:
     return ApiError(503, message, kind="server_error", code=code, retry_after=retry_after)
 
 
+def stopping() -> ApiError:
+    """What a request is told that comes after a stop signal, or that did not end in the grace after one."""
+    return unavailable("The server is stopping; send the request again in a moment", "shutting_down", 5.0)
+
+
 def internal(request_id: str) -> ApiError:
     message = f"The server had an internal error while processing the request (request id {request_id})"
     return ApiError(500, message, kind="server_error", code="internal_error")

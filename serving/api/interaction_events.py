@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from ..engine.request import Emission, Usage
 from .answer_pieces import Pieces
-from .errors import ApiError
+from .errors import ApiError, stopping
 from .eventlog import Event
 from .interaction_errors import interaction_error
 from .run import Ending
@@ -65,7 +65,9 @@ class InteractionWriter:
             cut = emission.finish_reason in _CUT
             status = "incomplete" if cut else "requires_action" if called else "completed"
         else:
-            status = ending
+            status = "cancelled" if ending == "cancelled" else "incomplete"
+        if ending == "stopped":
+            self.resource["errors"] = [interaction_error(stopping())]
         events: list[Event] = []
         if status == "completed" and self._open != "model_output":
             events += self._add({"type": "model_output", "content": []})  # an answer that is empty is still one

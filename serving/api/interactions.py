@@ -12,8 +12,7 @@ from pydantic_core import to_json
 
 from ...cache.database import NotFound
 from .body import read_json
-from .bridge import failure
-from .errors import ApiError, bad_request
+from .errors import ApiError, bad_request, stopping
 from .gemini_schemas import invalid
 from .interaction_call import API, Call, new_call, not_found, parse_body, revive
 from .interaction_errors import interaction_body
@@ -55,8 +54,8 @@ async def _run(request: Request, service: Service, call: Call) -> Response:
     await _ended(request, run)
     assert run.last is not None
     info.notes.update(outcome([run.last]))
-    if run.ending != "finished" and (error := failure(run.last)) is not None:
-        raise error
+    if run.ending == "stopped":
+        raise stopping()
     usage, times = run.resource["usage"], run.last.timings
     headers |= timing_headers(run.last) | google_headers(times.total if times else 0.0, usage["total_tokens"])
     return _json(run.resource, headers)

@@ -13,6 +13,7 @@ import re
 import uuid
 from typing import Any
 
+from pydantic.alias_generators import to_camel
 from starlette.websockets import WebSocket
 
 from ...cache.interactions import Interaction
@@ -47,6 +48,11 @@ _UNSUPPORTED = {
     "explicit_vad_signal": "only text is supported; leave it out",
     "avatar_config": "only text is supported; leave it out",
 }
+
+
+_HANDLINGS = ("ACTIVITY_HANDLING_UNSPECIFIED", "START_OF_ACTIVITY_INTERRUPTS", "NO_INTERRUPTION")
+_COVERAGES = ("TURN_COVERAGE_UNSPECIFIED", "TURN_INCLUDES_ONLY_ACTIVITY", "TURN_INCLUDES_ALL_INPUT")
+"""All text is activity, so that these are the same."""
 
 
 async def live(websocket: WebSocket, sessions: Sessions, service: Service) -> None:
@@ -89,7 +95,9 @@ class LiveSession:
         self._resumable = setup.session_resumption is not None
         realtime = setup.realtime_input_config
         self._patient = realtime is not None and realtime.activity_handling == "NO_INTERRUPTION"
-        self._contents: list[Content] = []  # of the user's turn so far
+        history = setup.history_config
+        self._history_first = history is not None and bool(history.initial_history_in_client_content)
+        self._contents: list[Content] = []  # of the user's turn so far, after what is history
         self._active = False  # between the marks of an activity
         self._turn: Turn | None = None
         self._waiting: dict[str, str] = {}  # calls without a result: functions by id
@@ -126,13 +134,18 @@ class LiveSession:
     async def _take_content(self, given: ClientContent) -> None:
         await self._interrupt()
         self._contents += given.turns or []
-        if given.turn_complete and self._contents:
+        if given.turn_complete and self._history_first:
+            self._history_first = False
+        elif given.turn_complete and self._contents:
             await self._answer_contents()
 
     async def _take_realtime(self, given: RealtimeInput) -> None:
         for name in ("audio", "video", "media_chunks"):
             if getattr(given, name) is not None:
                 raise unsupported(f"realtimeInput.{name}", f"'realtimeInput.{name}' is not supported; supported: text")
+        if self._history_first:
+            message = "'realtimeInput': the initial history comes first, as clientContent that ends with turnComplete"
+            raise bad_request(message, "realtimeInput", "failed_precondition")
         if given.activity_start is not None:
             await self._make_way()
             self._active = True
@@ -284,9 +297,11 @@ def _check_setup(setup: Setup, loaded: Loaded) -> None:
         raise unsupported(
             "setup.sessionResumption.transparent", "'setup.sessionResumption.transparent': supported: false"
         )
-    handling = realtime.activity_handling if realtime is not None else None
-    if handling not in (None, "ACTIVITY_HANDLING_UNSPECIFIED", "START_OF_ACTIVITY_INTERRUPTS", "NO_INTERRUPTION"):
-        raise invalid("setup.realtimeInputConfig.activityHandling", f"got {handling[:40]!r}")
+    for name, supported in (("activity_handling", _HANDLINGS), ("turn_coverage", _COVERAGES)):
+        value = getattr(realtime, name, None)
+        if value is not None and value not in supported:
+            where = f"setup.realtimeInputConfig.{to_camel(name)}"
+            raise unsupported(where, f"'{where}': {value[:60]!r} is not supported; supported: {', '.join(supported)}")
 
 
 def _system_text(setup: Setup) -> str:

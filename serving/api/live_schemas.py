@@ -35,6 +35,13 @@ class RealtimeInputConfig(Message):
     turn_coverage: str | None = None
 
 
+class HistoryConfig(Message):
+    """`initial_history_in_client_content`: what `client_content` says until its turn is complete is history, not asked
+    for an answer."""
+
+    initial_history_in_client_content: bool | None = None
+
+
 class Setup(Message):
     model: str | None = None
     generation_config: GenerationConfig | None = None
@@ -42,7 +49,7 @@ class Setup(Message):
     tools: Messages[Tool] | None = None
     session_resumption: SessionResumption | None = None
     realtime_input_config: RealtimeInputConfig | None = None
-    history_config: Anything | None = None
+    history_config: HistoryConfig | None = None
     safety_settings: Messages[SafetySetting] | None = None
     labels: Anything | None = None
     context_window_compression: Anything | None = None

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .context import RequestInfo, handling, log_failure, request_info
-from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal, unavailable
+from .errors import CLIENT_CLOSED, ApiError, ClientGone, internal, stopping
 from .principals import Principal, Principals
 from .protocols import error_body
 from .record import log_request
@@ -110,7 +110,7 @@ class Gate:
         elif scope["method"] != "POST":
             return principal
         if service.stopping:
-            raise unavailable("The server is shutting down", "shutting_down", 5.0)
+            raise stopping()
         if service.inflight > math.ceil(service.config.max_inflight * _SHARE[info.priority]):
             service.engine_metrics.refused("inflight")
             message = f"The server is busy: {service.inflight - 1} requests are in progress"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
+from collections import Counter
 from typing import Any
 
 from fastapi import Request
@@ -14,6 +15,7 @@ from ..effort import Effort, Prepared
 from ..engine.request import Emission, SamplingParams, TokenLogprob
 from ..engine.thoughts import Thinking
 from .answer_form import answer_grammar
+from .answer_pieces import Pieces
 from .body import read_json
 from .conversation import Conversation
 from .errors import bad_request, context_exceeded, unsupported
@@ -23,10 +25,10 @@ from .openai_effort import effort_of
 from .openai_format import asked_form
 from .openai_messages import content_text, template_messages
 from .openai_options import check_logprobs, check_options, sampling_params
-from .openai_tools import nested_tools
+from .openai_tools import nested_tools, old_functions
 from .schemas import ChatBody, parse
 from .service import Loaded, Service
-from .tool_calls import BadCall, CallParser, ToolCall, Tools, tool_format, written
+from .tool_calls import ToolCall, Tools, tool_format
 
 
 async def chat_completions(request: Request, service: Service) -> Response:
@@ -41,7 +43,14 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     ignored = check_options(body, service, loaded)
     messages = template_messages(body.messages)
     form = tool_format(loaded.model.chat_template)
-    tools = nested_tools(body.tools, body.tool_choice, form, parallel=body.parallel_tool_calls)
+    old = bool(body.functions) or body.function_call is not None
+    if old and (body.tools or body.tool_choice is not None):
+        message = "'functions' and 'function_call' are an older form of 'tools' and 'tool_choice'; send one of the two"
+        raise bad_request(message, "functions", "invalid_value")
+    if old:
+        tools = old_functions(body.functions, body.function_call, form)
+    else:
+        tools = nested_tools(body.tools, body.tool_choice, form, parallel=body.parallel_tool_calls)
     grammar = answer_grammar(tools, asked_form(body, body.response_format, "response_format"))
     predicted = _prediction(body)
     effort = effort_of(body, service.config.level)
@@ -60,7 +69,7 @@ def _call(data: dict[str, Any], service: Service, loaded: Loaded) -> Call:
     return Call(
         body=body,
         loaded=loaded,
-        shape=_ChatShape(loaded, params.logprobs is not None, tools),
+        shape=_ChatShape(loaded, params.logprobs is not None, tools, old=old),
         prepare=lambda: [_prepare(loaded, messages, tools, _predicting(params, predicted, loaded), effort)],
         prompts=1,
         prompt_param="messages",
@@ -118,12 +127,15 @@ class _ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, loaded: Loaded, logprobs: bool, tools: Tools | None) -> None:
+    def __init__(self, loaded: Loaded, logprobs: bool, tools: Tools | None, *, old: bool = False) -> None:
+        """`old`: a call is told in the form from before answers had several."""
         self._loaded = loaded
         self._logprobs = logprobs
         self._tools = tools
+        self._old = old
         self._aligners: dict[int, TextAligner] = {}
-        self._calls: dict[int, _Calls] = {}
+        self._split: dict[int, Pieces] = {}
+        self._called: Counter[int] = Counter()  # calls that the client was told of
         self.thinking: Thinking | None = None
 
     def whole(self, index: int, emission: Emission) -> dict[str, Any]:
@@ -132,7 +144,7 @@ class _ChatShape:
         calls = [self._told(index, piece) for piece in made if isinstance(piece, ToolCall)]
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if calls:
-            message["tool_calls"] = calls
+            message |= {"function_call": calls[0]["function"]} if self._old else {"tool_calls": calls}
         if emission.thought:
             message["reasoning_content"] = emission.thought
         return {
@@ -166,28 +178,30 @@ class _ChatShape:
 
     def _made(self, index: int, emission: Emission) -> list[str | ToolCall]:
         """The text and the calls that have come with an emission."""
-        if self._tools is None:
-            return [emission.text] if emission.text else []
-        return self._calls.setdefault(index, _Calls(self._tools)).take(emission)
+        return self._split.setdefault(index, Pieces(self._tools, most=1 if self._old else None)).take(emission)
 
     def _told(self, index: int, call: ToolCall) -> dict[str, Any]:
-        self._calls[index].count += 1
+        self._called[index] += 1
         function = {"name": call.name, "arguments": to_json(call.arguments).decode()}
         return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
     def _call_pieces(self, index: int, call: ToolCall) -> list[dict[str, Any]]:
         """A call as a stream tells it: its name, then its arguments."""
-        place = self._calls[index].count
+        place = self._called[index]
         told = self._told(index, call)
         arguments = told["function"]["arguments"]
+        if self._old:
+            parts = {"name": call.name, "arguments": ""}, {"arguments": arguments}
+            return [_piece(index, {"function_call": part}) for part in parts]
         head = {"index": place, **told, "function": {"name": call.name, "arguments": ""}}
         rest = {"index": place, "function": {"arguments": arguments}}
         return [_piece(index, {"tool_calls": [head]}), _piece(index, {"tool_calls": [rest]})]
 
     def _finish(self, index: int, emission: Emission) -> str | None:
         reason = FINISH.get(emission.finish_reason) if emission.finish_reason is not None else None
-        called = index in self._calls and self._calls[index].count > 0
-        return "tool_calls" if called and reason == "stop" else reason
+        if self._called[index] and reason == "stop":
+            return "function_call" if self._old else "tool_calls"
+        return reason
 
     def _listed(self, index: int, emission: Emission) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -208,28 +222,3 @@ class _ChatShape:
 
 def _piece(index: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-class _Calls:
-    """The calls in the text of one choice."""
-
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._parser = CallParser(tools.form)
-        self.count = 0
-        """Calls that the client was told of."""
-
-    def take(self, emission: Emission) -> list[str | ToolCall]:
-        """Text and calls, in order. A call that cannot be handed over stays what the model wrote."""
-        pieces = self._parser.push(emission.text)
-        if emission.finish_reason is not None:
-            pieces += self._parser.finish()
-        out: list[str | ToolCall] = []
-        for piece in pieces:
-            if isinstance(piece, BadCall) or (isinstance(piece, ToolCall) and piece.name not in self._tools.names):
-                piece = written(piece, self._tools.form)
-            if isinstance(piece, str) and out and isinstance(out[-1], str):
-                out[-1] += piece
-            else:
-                out.append(piece)
-        return out

@@ -11,7 +11,7 @@ from .body import json_type
 from .errors import ApiError, bad_request, unsupported
 from .schemas import ChatMessage, Part
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -24,10 +24,6 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def _message(message: ChatMessage, where: str, names: dict[str, str]) -> dict[str, Any]:
     """`names` has the functions that were called, by the ids of their calls."""
     extra = message.model_extra or {}
-    if message.role == "function" or extra.get("function_call"):
-        raise unsupported(
-            f"{where}.role", f"'{where}': function calls of this older kind are not supported; supported: tool_calls"
-        )
     if message.role not in ROLES:
         supported = ", ".join(f"'{role}'" for role in ROLES)
         text = f"Invalid value: {message.role[:40]!r}. Supported values are: {supported}."
@@ -36,6 +32,8 @@ def _message(message: ChatMessage, where: str, names: dict[str, str]) -> dict[st
         raise unsupported(f"{where}.audio", f"'{where}.audio': audio is not supported; supported: text")
     if message.role == "tool":
         return _result(message, where, names)
+    if message.role == "function":
+        return _old_result(message, where)
     role = "system" if message.role == "developer" else message.role
     calls = _calls(message, where, names)
     fields = {"name": message.name, "reasoning_content": _reasoning(message, where), "tool_calls": calls}
@@ -45,10 +43,15 @@ def _message(message: ChatMessage, where: str, names: dict[str, str]) -> dict[st
 
 def _calls(message: ChatMessage, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
     """The calls of an assistant's message, their arguments as objects."""
-    if message.tool_calls and message.role != "assistant":
-        text = f"Invalid '{where}.tool_calls': only messages of the assistant have calls."
-        raise bad_request(text, f"{where}.tool_calls", "invalid_value")
-    return [_call(call, f"{where}.tool_calls[{i}]", names) for i, call in enumerate(message.tool_calls or ())]
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name) and message.role != "assistant":
+            text = f"Invalid '{where}.{name}': only messages of the assistant have calls."
+            raise bad_request(text, f"{where}.{name}", "invalid_value")
+    calls = [_call(call, f"{where}.tool_calls[{i}]", names) for i, call in enumerate(message.tool_calls or ())]
+    if message.function_call:
+        function = _called(message.function_call, f"{where}.function_call")
+        calls.append({"type": "function", "id": _old_id(function["name"]), "function": function})
+    return calls
 
 
 def _call(call: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
@@ -57,19 +60,37 @@ def _call(call: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, 
     function = call.get("function")
     if not isinstance(function, dict):
         raise _wrong_type(f"{where}.function", "an object", function)
-    call_id, name = _string(call, "id", where), _string(function, "name", f"{where}.function")
-    arguments = function.get("arguments", "")
+    call_id, called = _string(call, "id", where), _called(function, f"{where}.function")
+    names[call_id] = called["name"]
+    return {"type": "function", "id": call_id, "function": called}
+
+
+def _called(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """A function that was called, and its arguments as an object."""
+    name, arguments = _string(function, "name", where), function.get("arguments", "")
     if not isinstance(arguments, str):
-        raise _wrong_type(f"{where}.function.arguments", "a string", arguments)
+        raise _wrong_type(f"{where}.arguments", "a string", arguments)
     try:
         parsed = from_json(arguments) if arguments.strip() else {}
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        param = f"{where}.function.arguments"
+        param = f"{where}.arguments"
         raise bad_request(f"Invalid '{param}': expected a JSON object in a string.", param, "invalid_value")
-    names[call_id] = name
-    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": parsed}}
+    return {"name": name, "arguments": parsed}
+
+
+def _old_id(name: str) -> str:
+    """Calls of the older kind have no ids: their results name the function."""
+    return f"call_{name}"
+
+
+def _old_result(message: ChatMessage, where: str) -> dict[str, Any]:
+    if not message.name:
+        name = f"{where}.name"
+        raise bad_request(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")
+    content = "" if message.content is None else _text(message, where)
+    return {"role": "tool", "name": message.name, "content": content, "tool_call_id": _old_id(message.name)}
 
 
 def _result(message: ChatMessage, where: str, names: dict[str, str]) -> dict[str, Any]:

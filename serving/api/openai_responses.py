@@ -19,9 +19,8 @@ from ..engine.grammar import Grammar
 from ..engine.request import SamplingParams, TokenLogprob
 from .answer_form import answer_grammar
 from .body import read_json
-from .bridge import failure
 from .conversation import Conversation, check_model
-from .errors import ApiError, bad_request, context_exceeded, unsupported
+from .errors import ApiError, bad_request, context_exceeded, stopping, unsupported
 from .eventlog import EventLog
 from .logprobs import aligner, finite, token_bytes
 from .middleware import request_info
@@ -419,8 +418,8 @@ async def _run(request: Request, service: Service, call: Call) -> Response:
         reader.close()
     assert run.last is not None
     info.notes.update(outcome([run.last]))
-    if run.ending != "finished" and (error := failure(run.last)) is not None:
-        raise error
+    if run.ending == "stopped":
+        raise stopping()
     return Response(to_json(run.resource), media_type="application/json", headers=headers | timing_headers(run.last))
 
 

@@ -29,6 +29,20 @@ def nested_tools(
     return _tools(declared, choice, form, parallel)
 
 
+def old_functions(functions: Sequence[dict[str, Any]] | None, choice: Choice, form: ToolFormat) -> Tools | None:
+    """The functions of chat completions before there were tools, of which an answer calls at most one."""
+    field = "function_call"
+    if isinstance(choice, dict):
+        if not isinstance(choice.get("name"), str):
+            raise bad_request(f"Invalid '{field}': a function needs a name.", field, "invalid_value")
+        choice = {"type": "function", "name": choice["name"]}
+    elif choice not in (None, "none", "auto"):
+        message = f"Invalid '{field}': {choice[:40]!r}. Supported: 'none', 'auto', a function."
+        raise bad_request(message, field, "invalid_value")
+    declared = [(function, f"functions[{i}]") for i, function in enumerate(functions or ())]
+    return _tools(declared, choice, form, False, fields=("functions", field))
+
+
 def flat_tools(
     tools: Sequence[dict[str, Any]] | None, choice: Choice, form: ToolFormat, *, parallel: bool | None
 ) -> Tools | None:
@@ -39,17 +53,23 @@ def flat_tools(
 
 
 def _tools(
-    declared: Sequence[tuple[dict[str, Any], str]], choice: Choice, form: ToolFormat, parallel: bool | None
+    declared: Sequence[tuple[dict[str, Any], str]],
+    choice: Choice,
+    form: ToolFormat,
+    parallel: bool | None,
+    fields: tuple[str, str] = ("tools", "tool_choice"),
 ) -> Tools | None:
+    """`fields`: where the functions and the choice stand."""
+    listed, chosen = fields
     descriptions = [_function(function, where) for function, where in declared]
     names = [one["function"]["name"] for one in descriptions]
     if len(set(names)) < len(names):
-        raise bad_request("Invalid 'tools': two functions have the same name.", "tools", "invalid_value")
+        raise bad_request(f"Invalid '{listed}': two functions have the same name.", listed, "invalid_value")
     mode, allowed = _choice(choice)
     for name in allowed or ():
         if name not in names:
-            message = f"Invalid 'tool_choice': no function {name[:64]!r} is among the tools."
-            raise bad_request(message, "tool_choice", "invalid_value")
+            message = f"Invalid '{chosen}': no function {name[:64]!r} is among the {listed}."
+            raise bad_request(message, chosen, "invalid_value")
     if mode == "required" and not names:
         raise bad_request("Invalid 'tool_choice': it needs 'tools'.", "tool_choice", "invalid_value")
     if not names or mode == "none":

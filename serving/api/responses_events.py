@@ -10,7 +10,7 @@ from pydantic_core import from_json, to_json
 
 from ..engine.request import Emission, Usage
 from .answer_pieces import Pieces
-from .errors import ApiError
+from .errors import ApiError, stopping
 from .eventlog import Event
 from .run import Ending
 from .stream import event as data_event
@@ -70,14 +70,15 @@ class ResponseWriter:
         if self.resource["status"] == "incomplete":
             reason = "max_output_tokens" if ending == "finished" else "interrupted"
             self.resource["incomplete_details"] = {"reason": reason}
+        if ending == "stopped":
+            self.resource["error"] = _told_error(stopping())
         self.resource["usage"] = usage(emission.usage or Usage(0, 0))
         kind = "response.incomplete" if cut else "response.completed"
         return [*events, self._event(kind, response=self._snapshot())]
 
     def fail(self, error: ApiError) -> list[Event]:
         """The last events, for an answer that has failed."""
-        code = error.code or "server_error"
-        self.resource |= {"status": "failed", "error": {"code": code, "message": error.message}}
+        self.resource |= {"status": "failed", "error": _told_error(error)}
         return [
             failed(error),
             self._event("response.failed", response=self._snapshot()),
@@ -218,6 +219,10 @@ def usage(used: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": used.thought_tokens},
         "total_tokens": used.prompt_tokens + used.completion_tokens,
     }
+
+
+def _told_error(error: ApiError) -> dict[str, Any]:
+    return {"code": error.code or "server_error", "message": error.message}
 
 
 def failed(error: ApiError) -> Event:

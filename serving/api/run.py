@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -16,8 +18,12 @@ from .eventlog import Event, EventLog
 REPLAY_BYTES = 4 << 20
 """Events of one run that are kept one by one; beyond that, neighbouring pieces of text become one."""
 
-Ending: TypeAlias = Literal["finished", "cancelled", "incomplete"]
-"""How an answer ended that did not fail: by itself, by its client, or because the server or its reader went away."""
+CHECKPOINT_EVERY = 1.0
+"""Seconds. Each is an event more, and only a connection that breaks right behind one is gone on with by itself."""
+
+Ending: TypeAlias = Literal["finished", "cancelled", "incomplete", "stopped"]
+"""How an answer ended that did not fail: by itself, by its client, because nobody read it, or because the server
+stopped."""
 
 
 class Writer(Protocol):
@@ -188,15 +194,18 @@ class Reader:
     async def pieces(
         self, heartbeat: float, keep_alive: bytes, *, checkpoint: Callable[[int], bytes] | None = None, end: bytes = b""
     ) -> AsyncIterator[bytes]:
-        """The body of a stream: what one moment brought goes out as one piece, followed by a `checkpoint` from which
-        it can be gone on with; `end` after the last."""
-        while (events := await self.take(heartbeat)) is not None:
-            if not events:
-                yield keep_alive
-            elif checkpoint is not None and not self.run.ended:
-                yield b"".join(events) + checkpoint(self.number)
-            else:
-                yield b"".join(events)
+        """The body of a stream: what one moment brought goes out as one piece; `end` after the last. A second after
+        something new, and not more often, a `checkpoint` says from where the stream can be gone on with."""
+        due = math.inf
+        while (events := await self.take(min(heartbeat, max(0.0, due - time.monotonic())))) is not None:
+            piece = b"".join(events)
+            if checkpoint is not None and not self.run.ended:
+                now = time.monotonic()
+                if events:
+                    due = min(due, now + CHECKPOINT_EVERY)
+                if now >= due:
+                    piece, due = piece + checkpoint(self.number), math.inf
+            yield piece or keep_alive
         if end:
             yield end
 

@@ -139,7 +139,7 @@ class Runs:
                     run.publish(events)
                     continue
                 if emission.finish_reason == "cancelled":
-                    run.ending = "cancelled" if run.ending == "cancelled" else "incomplete"
+                    run.ending = "stopped" if run.ending == "finished" else run.ending  # nobody had asked for an end
                 else:
                     run.ending = "finished"
                 run.last = emission
@@ -152,7 +152,7 @@ class Runs:
         run.finishing = True
         ended = run.writer.end(emission, run.ending)
         if run.plan.stored:
-            cut = run.ending == "incomplete" or emission.finish_reason in ("max_tokens", "context_length")
+            cut = run.ending in ("incomplete", "stopped") or emission.finish_reason in ("max_tokens", "context_length")
             status: Any = "cancelled" if run.ending == "cancelled" else "incomplete" if cut else "completed"
             if (error := await self._store_end(run, ended, status)) is not None:
                 run.writer.not_stored(ended, error)

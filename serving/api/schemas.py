@@ -64,13 +64,15 @@ class Part(_Body):
 
 
 class ChatMessage(_Body):
-    """`tool_calls` of an assistant's message; `tool_call_id` of a tool's."""
+    """`tool_calls` of an assistant's message; `tool_call_id` of a tool's. `function_call`: the only call of a message,
+    of the older kind, whose result has the role `function` and the function's name."""
 
     role: str
     content: str | Array[Part] | None = None
     name: str | None = None
     tool_calls: Array[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
 
 
 class ReasoningOptions(_Body):
@@ -95,7 +97,8 @@ class Prediction(_Body):
 
 
 class ChatBody(SamplingBody):
-    """`thinking_budget`, our own: tokens of thought, 0 for none, -1 for as many as the request seems to need."""
+    """`thinking_budget`, our own: tokens of thought, 0 for none, -1 for as many as the request seems to need.
+    `functions` and `function_call` are what `tools` and `tool_choice` were called before answers had several calls."""
 
     messages: Annotated[Array[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
@@ -108,6 +111,8 @@ class ChatBody(SamplingBody):
     tools: Array[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: Array[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     prediction: Prediction | None = None
 

@@ -27,7 +27,7 @@ from ..metrics import EngineMetrics, HttpMetrics
 from .bridge import Bridge, Reply, failure, merge
 from .context import RequestInfo, current
 from .conversations import Conversations
-from .errors import ClientGone, context_exceeded, from_engine, unavailable
+from .errors import ClientGone, context_exceeded, from_engine, stopping, unavailable
 from .runs import Runs
 from .wishes import check_cap, too_late
 
@@ -184,12 +184,17 @@ class Service:
     def loaded(self) -> Loaded:
         """The model and its engine; an `ApiError` (503) when they cannot take requests."""
         if self.stopping:
-            raise unavailable("The server is shutting down", "shutting_down", 5.0)
+            raise stopping()
         if self._loaded is None:
             raise unavailable(f"The model is not ready yet ({self.progress})", "model_not_ready", 5.0)
         if not self._loaded.engine.ready:
             raise unavailable("The engine is not running", "engine_not_ready", 5.0)
         return self._loaded
+
+    @property
+    def model_name(self) -> str | None:
+        """Name of the model; None while it loads."""
+        return None if self._loaded is None else self._loaded.name
 
     async def offload(self, work: Callable[[], T]) -> T:
         """Run `work` in a worker thread, so that templates, tokenizing and large JSON never hold up the event loop."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -127,11 +128,32 @@ class Grammars:
 _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "grammar": "grammar"}
 
 
+_PATTERN = re.compile(r"regex parse error:\n {4}(.*)\n( *)\^+\nerror: (.*)")
+_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
+
+
 def _bad(grammar: Grammar, error: str) -> BadGrammar:
-    """llguidance's message, in one line."""
-    lines = [line.strip() for line in error.splitlines() if line.strip() and not set(line.strip()) <= set("^~-= ")]
-    text = " ".join(lines)[:300] or "it is not valid"
-    return BadGrammar(f"the {_NAMES[grammar.kind]} cannot be followed: {text}", grammar.field)
+    """What is wrong, in one line, out of llguidance's message, which shows its own sources and those of its parsers."""
+    name = _NAMES[grammar.kind]
+    if "NoExtensionBias" in error:
+        return BadGrammar(f"nothing matches the {name}", grammar.field)
+    return BadGrammar(f"the {name} cannot be followed: {_reason(grammar, error)}", grammar.field)
+
+
+def _reason(grammar: Grammar, error: str) -> str:
+    if (found := _PATTERN.search(error)) is not None:
+        pattern, at, reason = found[1], len(found[2]) - 3, found[3]
+        if grammar.kind != "regex":
+            return f"{reason}, at character {at} of the pattern {pattern[:100]!r}"
+        return f"{reason}, at character {at}" if pattern == grammar.text else reason  # else some were escaped
+    if "lookarounds not supported" in error:
+        return "look-around, such as \\b, is not supported"
+    if "regex parse error" in error:  # of several lines
+        return error.rpartition("error: ")[2].splitlines()[0][:200]
+    lines = error.strip().splitlines() or ["it is not valid"]
+    line = lines[0].partition(", '")[0][:200]
+    place = _PLACE.match(line)
+    return line if place is None else f"{place[3]}, in line {place[1]} at character {place[2]}"
 
 
 def _definition(grammar: Grammar) -> str:

@@ -27,6 +27,11 @@ class Thinking:
     close: tuple[tuple[int, ...], ...]
     conclude: tuple[int, ...]
 
+    @property
+    def most(self) -> int:
+        """Tokens that count as thoughts at most."""
+        return self.budget + len(self.conclude)
+
     def __post_init__(self) -> None:
         """Raises `ValueError` in one sentence."""
         if self.budget < 1:

@@ -62,7 +62,7 @@ def test_native_markers_are_single_tokens(source):
     thinker = Thinker(WITH_MARKERS, ChatTemplate(source))
     end = WITH_MARKERS.encode("</think>", special=True)
     assert thinker.kind == "native" and thinker.close == (tuple(end),) and len(end) == 1
-    assert thinker.conclude[-1] == end[0]
+    assert all(ids[-1] == end[0] for ids in thinker.conclusions)
 
 
 @pytest.mark.parametrize("source", [SWITCHED, ALWAYS])
@@ -123,9 +123,22 @@ def test_every_conclusion_can_be_forced(tokenizer):
     if not thinker.close:
         pytest.skip("this vocabulary cannot write the marker in so few tokens")
     assert 1 <= len(thinker.close) <= MAX_CLOSE and all(len(close) <= MAX_CLOSE_TOKENS for close in thinker.close)
-    assert len(thinker.conclude) <= MAX_CONCLUDE_TOKENS
-    Thinking(1, thinker.close, thinker.conclude)
-    assert tokenizer.decode(thinker.conclude).endswith(thinker.close_text)
+    for conclusion in thinker.conclusions:
+        assert len(conclusion) <= MAX_CONCLUDE_TOKENS
+        Thinking(1, thinker.close, conclusion)
+        assert tokenizer.decode(conclusion).endswith(thinker.close_text)
+
+
+@pytest.mark.parametrize("source", [PLAIN, SWITCHED])
+def test_a_budget_holds_thoughts_and_their_conclusion(source):
+    thinker = Thinker(WITH_MARKERS, ChatTemplate(source))
+    lengths = [len(ids) for ids in thinker.conclusions]
+    assert lengths == sorted(lengths, reverse=True)
+    for budget in range(2 * lengths[0] + 2):
+        conclusion = thinker.conclusion(budget)
+        assert len(conclusion) < max(1, budget) and bool(conclusion) == (budget > lengths[-1])
+        assert 2 * len(conclusion) <= budget or conclusion in ((), thinker.conclusions[-1])
+    assert thinker.conclusion(2 * lengths[0]) == thinker.conclusions[0]
 
 
 def test_a_vocabulary_of_bytes_gets_the_short_markers_and_the_short_conclusion():
@@ -133,7 +146,7 @@ def test_a_vocabulary_of_bytes_gets_the_short_markers_and_the_short_conclusion()
     for source in (PLAIN, SWITCHED):
         thinker = Thinker(tokenizer, ChatTemplate(source))
         assert (thinker.open_text, thinker.close_text) == ("<think>", "</think>")
-        assert tokenizer.decode(thinker.conclude).strip() == "</think>"
+        assert tokenizer.decode(thinker.conclusions[0]).strip() == "</think>"
 
 
 class Long:
@@ -154,7 +167,8 @@ def test_a_vocabulary_that_cannot_think():
     with pytest.raises(ValueError, match="more than 8 tokens for '</think>'.*supported for this model: no thinking"):
         thinker.encode(CONVERSATION, thinking=True)
     assert thinker.encode(CONVERSATION, thinking=False) == source.encode(tokenizer, CONVERSATION)
-    assert Thinker(Long(), source).close == () and Thinker(Long(), source).conclude == ()
+    assert Thinker(Long(), source).close == () and Thinker(Long(), source).conclusions == ()
+    assert Thinker(Long(), source).conclusion(100) == ()
 
 
 def test_a_template_that_refuses_everything_can_still_be_held():

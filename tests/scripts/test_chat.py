@@ -3,6 +3,10 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import httpx
@@ -191,7 +195,7 @@ def test_a_model_in_this_process(monkeypatch, capsys, argv, level, budget):
     code, ((prompt, params),) = in_process(monkeypatch, *argv)
     out, err = capsys.readouterr()
     assert code == 0 and out == "5!\n"
-    assert params.level == level and (params.thinking and params.thinking.budget) == budget
+    assert params.level == level and (params.thinking and params.thinking.most) == budget
     if budget:
         assert prompt.startswith("Hi\n\nThink step by step") and prompt.endswith("|<think>\n")
         assert "Hm.\n\n3 tokens (2 of thought)" in err
@@ -306,3 +310,56 @@ def test_wrong_usage(argv, capsys):
 def test_a_start_that_fails(argv, capsys):
     assert main(argv) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("chat.py: ")
+
+
+IN_A_TERMINAL = """
+import readline, sys, time
+from rich.console import Console
+from umbra.scripts.chat import Chat, Piece
+
+class Slow:
+    name = "slow"
+
+    def answer(self, messages, think):
+        for letter in messages[-1]["content"].upper() + "\\n" * 3:
+            yield Piece(letter, 1)
+            time.sleep(0.1)
+        yield Piece("", 0, "stop")
+
+console = Console()
+Chat(Slow(), None, console, console, True).run()
+"""
+
+
+def test_what_is_typed_during_an_answer_waits_for_the_prompt():
+    """Two lines and half of one: none is lost, and none is shown among the answer."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "TERM": "dumb"}
+    child = subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown = ""
+
+    def until(text):
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(ours, 4096).decode()
+
+    try:
+        until("you> ")
+        os.write(ours, b"alpha\n")
+        until("AL")
+        os.write(ours, b"bravo\ncharlie\ndel")
+        until("CHARLIE")
+        until("del")
+        os.write(ours, b"ta\n")
+        until("DELTA")
+        os.write(ours, b"/quit\n")
+        assert child.wait(20) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-z]", "", shown)
+    for word in ("alpha", "bravo", "charlie", "delta"):
+        assert shown.count(word) == 1 and shown.index(f"you> {word}") < shown.index(word.upper())

@@ -186,7 +186,9 @@ def test_a_stop_signal_ends_running_answers_and_the_server():
     thread.join(5)
     assert time.monotonic() - began < 10  # what a stop may take at most
     assert seen["early"] == 503
-    assert json.loads(seen["lines"][-1].removeprefix("data: "))["error"]["code"] == "cancelled"
+    told = json.loads(seen["lines"][-1].removeprefix("data: "))["error"]
+    assert told["code"] == "shutting_down" and told["type"] == "server_error"
+    assert told["message"] == "The server is stopping; send the request again in a moment"
     assert engine.closed
     with pytest.raises(httpx.ConnectError):
         httpx.get(address)

@@ -22,7 +22,10 @@ CLOSE, CONCLUDE = ((7, 8), (9,)), (5, 6, 7, 8)
 class FakeThinker:
     """Prompts of 10 tokens, 20 with thoughts."""
 
-    close, conclude = CLOSE, CONCLUDE
+    close = CLOSE
+
+    def conclusion(self, budget):
+        return CONCLUDE if budget > len(CONCLUDE) else ()
 
     def encode(self, messages, *, thinking, tools=None, **extra):
         self.seen = tools, extra
@@ -76,7 +79,7 @@ def test_no_thoughts_are_no_other_prompt():
 def test_thoughts():
     made = prepare(FakeThinker(), 1000, HI, SamplingParams(), Effort("low", 70))
     thinking = made.params.thinking
-    assert len(made.prompt) == 20 and (thinking.budget, thinking.close, thinking.conclude) == (70, CLOSE, CONCLUDE)
+    assert len(made.prompt) == 20 and (thinking.most, thinking.close, thinking.conclude) == (70, CLOSE, CONCLUDE)
     assert made.choice == Choice("low", 70, 70) and str(made.choice) == "70"
 
 
@@ -85,11 +88,11 @@ def test_thoughts_leave_room_for_the_answer(context, max_tokens, asked):
     made = prepare(FakeThinker(), context, HI, SamplingParams(max_tokens=max_tokens), Effort("low", asked))
     room = min(context - 20, max_tokens or context)
     if made.params.thinking is None:
-        assert len(made.prompt) == 10 and made.choice.budget == 0 and room <= len(CONCLUDE) + 1
+        assert len(made.prompt) == 10 and made.choice.budget == 0 and min(asked, room // 3) <= len(CONCLUDE)
         assert str(made.choice) == f"off: no room for {asked}"
     else:
-        budget = made.params.thinking.budget
-        assert budget <= room / 3 and budget + len(CONCLUDE) < room and len(made.prompt) == 20
+        budget = made.params.thinking.most
+        assert budget == min(asked, room // 3) and len(made.prompt) == 20
         assert made.choice == Choice("low", asked, budget)
 
 
@@ -98,7 +101,7 @@ def test_adaptive_thoughts():
     assert easy.params.thinking is None and str(easy.choice) == "off; adaptive: score 0"
     hard = [{"role": "user", "content": "Prove that 2 + 2 = 4, then explain why."}]
     made = prepare(FakeThinker(), 2000, hard, SamplingParams(), Effort("low", -1))
-    assert made.params.thinking.budget == 660
+    assert made.params.thinking.most == 660
     assert str(made.choice).startswith("660 of 7500; adaptive: score 7.5 (reasoning 3, ")
 
 
@@ -106,7 +109,7 @@ def test_tools_and_variables_reach_the_template_and_tools_count():
     thinker, tools = FakeThinker(), [{"name": "a"}] * 2
     made = prepare(thinker, 9000, HI, SamplingParams(), Effort("low", -1), tools=tools, date="today")
     assert thinker.seen == (tools, {"date": "today"})
-    assert made.choice.assessment.features == (("tools", 2.0),) and made.params.thinking.budget == 512
+    assert made.choice.assessment.features == (("tools", 2.0),) and made.params.thinking.most == 512
 
 
 def test_a_level_sets_what_the_parameters_leave_open():

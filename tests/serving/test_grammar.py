@@ -155,6 +155,37 @@ def test_what_cannot_be_followed_is_refused(engine: Engine, grammar: Grammar) ->
     assert "\n" not in str(error.value) and error.value.field == "response_format"
 
 
+@pytest.mark.parametrize(
+    ("grammar", "told"),
+    [
+        (Grammar.regex("(ab"), "the regular expression cannot be followed: unclosed group, at character 1"),
+        (Grammar.regex("/[ab"), "the regular expression cannot be followed: unclosed character class"),
+        (
+            Grammar.regex(r"a\b."),
+            r"the regular expression cannot be followed: look-around, such as \b, is not supported",
+        ),
+        (Grammar.regex("(" * 300), "the regular expression cannot be followed: exceed the maximum number of nested"),
+        (Grammar.regex(r"[^\s\S]"), "nothing matches the regular expression"),
+        (
+            Grammar.json_schema({"type": "string", "pattern": "a("}),
+            "the JSON schema cannot be followed: unclosed group, at character 2 of the pattern 'a('",
+        ),
+        (
+            Grammar.grammar("start: other"),
+            'the grammar cannot be followed: unknown name: "other", in line 1 at character 8',
+        ),
+        (Grammar.grammar("root ::= ("), "the grammar cannot be followed: Expected ')' at line 1"),
+    ],
+    ids=lambda one: one.text[:20] if isinstance(one, Grammar) else "",
+)
+def test_what_is_wrong_is_told_without_the_parsers_own_sources(engine: Engine, grammar: Grammar, told: str) -> None:
+    with pytest.raises(BadGrammar) as error:
+        engine.submit(PROMPT, SamplingParams(grammar=grammar), sink=lambda pairs: None)
+    said = str(error.value)
+    assert said.startswith(told) if grammar.text.startswith("((") else said == told
+    assert not any(word in said for word in ("\n", "start: /", " | ", "parse error", "verbose"))
+
+
 def test_limits_and_combinations(model: Model) -> None:
     with pytest.raises(ValueError, match="at most"):
         Grammar.regex("a" * (MAX_GRAMMAR + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from umbra.serving.api.answer_form import answer_grammar
 from umbra.serving.api.openai_chat import _ChatShape
 from umbra.serving.api.service import Loaded
 from umbra.serving.api.tool_calls import GENERIC, Tools
@@ -72,6 +74,59 @@ def test_a_stream_of_calls(api, client, make_answer):
         assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
+def test_functions_of_the_older_kind(api, client, make_answer):
+    """One call in an answer, in the form that clients had before there were tools."""
+    functions, call = [WEATHER["function"]], WEATHER["function"]["name"]
+    api.engine.plan = lambda prompt, params: make_answer(CALL)
+    (choice,) = client.chat.completions.create(model="fake", messages=QUESTION, functions=functions).choices
+    assert choice.finish_reason == "function_call" and choice.message.content is None
+    assert choice.message.tool_calls is None and choice.message.function_call.name == call
+    assert json.loads(choice.message.function_call.arguments) == {"city": "Zürich"}
+    same = prompt_of(api)
+    client.chat.completions.create(model="fake", messages=QUESTION, tools=[WEATHER])
+    assert prompt_of(api) == same
+
+    chunks = list(client.chat.completions.create(model="fake", messages=QUESTION, functions=functions, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    parts = [delta.function_call for delta in deltas if delta.function_call]
+    assert parts[0].name == call and not any(part.name for part in parts[1:])
+    assert json.loads("".join(part.arguments for part in parts)) == {"city": "Zürich"}
+    assert chunks[-1].choices[0].finish_reason == "function_call" and not any(delta.tool_calls for delta in deltas)
+
+    api.engine.plan = lambda prompt, params: make_answer("Three degrees.")
+    history = [*QUESTION, choice.message, {"role": "function", "name": call, "content": '{"temp": 3}'}]
+    after = client.chat.completions.create(model="fake", messages=history, functions=functions, function_call="auto")
+    assert after.choices[0].message.content == "Three degrees." and after.choices[0].finish_reason == "stop"
+    told = [{"id": "1", "type": "function", "function": choice.message.function_call.model_dump()}]
+    result = {"role": "tool", "tool_call_id": "1", "content": '{"temp": 3}'}
+    same = prompt_of(api)
+    client.chat.completions.create(
+        model="fake", messages=[*QUESTION, {"role": "assistant", "tool_calls": told}, result], tools=[WEATHER]
+    )
+    assert prompt_of(api) == same
+
+
+@pytest.mark.parametrize(
+    ("choice", "required"), [("none", None), ("auto", False), (None, False), ({"name": "get_weather"}, True)]
+)
+def test_the_choice_among_functions_of_the_older_kind(api, client, choice, required):
+    client.chat.completions.create(
+        model="fake",
+        messages=QUESTION,
+        functions=[WEATHER["function"]],
+        **({"function_call": choice} if choice else {}),
+    )
+    assert ("get_weather" in prompt_of(api)) == (required is not None)
+    assert (api.engine.submitted[0].params.grammar is not None) == bool(required)
+
+
+def test_only_the_first_call_is_one_of_the_older_kind(api, client, make_answer):
+    api.engine.plan = lambda prompt, params: make_answer(CALL + CALL)
+    answer = client.chat.completions.create(model="fake", messages=QUESTION, functions=[WEATHER["function"]])
+    message = answer.choices[0].message
+    assert message.function_call.name == "get_weather" and message.content.startswith("<tool_call>")
+
+
 @pytest.mark.parametrize(
     ("text", "content"),
     [
@@ -84,6 +139,13 @@ def test_what_is_no_call_stays_text(api, client, make_answer, text, content):
     api.engine.plan = lambda prompt, params: make_answer(text)
     answer = client.chat.completions.create(model="fake", messages=QUESTION, tools=[WEATHER])
     assert answer.choices[0].message.content == content and answer.choices[0].finish_reason == "stop"
+
+
+def test_a_single_forced_call_is_not_ended_early():
+    """Nothing in it puts off its end by a whole call, so that a short answer has room for arguments."""
+    tools = Tools(GENERIC, [WEATHER], mode="required")
+    single, several = (answer_grammar(dataclasses.replace(tools, parallel=more), None) for more in (False, True))
+    assert 0 < single.longest_part < 40 and several.longest_part > single.longest_part + len(GENERIC.open)
 
 
 def test_no_tools_no_parsing(api, client, make_answer):

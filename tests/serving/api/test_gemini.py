@@ -368,7 +368,7 @@ def test_thinking_is_a_level_and_a_budget(api, monkeypatch, config, level, budge
     body = hi(generationConfig={"thinkingConfig": config})
     response = generate(api, body)
     sent = api.engine.submitted[-1]
-    assert (sent.params.level, sent.params.thinking and sent.params.thinking.budget) == (level, budget)
+    assert (sent.params.level, sent.params.thinking and sent.params.thinking.most) == (level, budget)
     assert response.headers["x-umbra-level"] == level
     assert response.headers.get("x-umbra-thinking", "off") == (str(budget) if budget else "off")
     counted = api.client.post(f"{URL}:countTokens", json={"generateContentRequest": body}).json()

@@ -15,6 +15,7 @@ from google.genai import _interactions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from umbra.serving.api import run
 from umbra.serving.engine import Emission
 
 TEXT = "Hello, wörld 🎉"
@@ -161,9 +162,10 @@ def proxy(api):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(900, 6000), min_size=1, max_size=3), store=st.booleans(), size=st.integers(1, 5))
-def test_streams_heal_or_can_be_read_on(api, proxy, cuts, store, size):
+def test_streams_heal_or_can_be_read_on(api, proxy, monkeypatch, cuts, store, size):
     """Wherever the connection breaks: the text is the same, nothing comes twice and nothing is lost. The client goes on
     by itself if the break came after a checkpoint, else its caller does."""
+    monkeypatch.setattr(run, "CHECKPOINT_EVERY", 0.0)
     text = "".join(chr(0x61 + i % 26) for i in range(30)) + "é🎉"
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     api.engine.plan = lambda prompt, params: [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from umbra.configs.keys import plain_keys
 from umbra.configs.server import ServerConfig
+from umbra.serving.api import run
 from umbra.serving.engine import Emission
 
 TEXT = "Hello, wörld 🎉"
@@ -227,8 +228,22 @@ def test_storing_is_optional(api):
     assert ask(api, previous_interaction_id=id).status_code == 404
 
 
+def test_status_updates_are_rare(api, monkeypatch):
+    """One at the beginning. A checkpoint comes some time after something new, also when nothing follows it."""
+    api.engine.plan = lambda prompt, params: slow("abcdefghij", 10)
+    told = [e for e in stream(api) if e["event_type"] == "interaction.status_update"]
+    assert len(told) == 1 and "continuation_token" not in told[0]
+    monkeypatch.setattr(run, "CHECKPOINT_EVERY", 0.03)
+    api.engine.plan = lambda prompt, params: [*slow("abcdefghij", 2)][:-1] + [None] * 50 + [*slow("k")]
+    seen = stream(api)
+    at = [i for i, e in enumerate(seen) if "continuation_token" in e]
+    assert 1 <= len(at) < 8 and [e["event_id"] for e in seen[at[-1] : at[-1] + 2]] == ["e13c", "e14"]
+    assert api.client.get(f"{URL}/{seen[0]['interaction']['id']}").json()["steps"][0]["content"][0]["text"][-1] == "k"
+
+
 @pytest.mark.parametrize("store", [True, False])
-def test_a_broken_stream_is_gone_on_with_by_its_token(api, store):
+def test_a_broken_stream_is_gone_on_with_by_its_token(api, monkeypatch, store):
+    monkeypatch.setattr(run, "CHECKPOINT_EVERY", 0.0)
     text = "abcdefghij"
     api.engine.plan = lambda prompt, params: slow(text)
     body = {"model": "fake", "input": "x", "stream": True, "store": store}

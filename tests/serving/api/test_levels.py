@@ -78,7 +78,7 @@ def test_what_requests_say(api, monkeypatch, body, level, budget):
     assert response.status_code == 200, response.text
     params = sent(api).params
     assert params.level == level
-    assert (params.thinking and params.thinking.budget) == budget
+    assert (params.thinking and params.thinking.most) == budget
     assert response.headers["x-umbra-level"] == level
     assert response.headers.get("x-umbra-thinking", "off") == (str(budget) if budget else "off")
     assert bytes(sent(api).prompt).endswith(b"<think>\n") == (budget is not None)
@@ -102,7 +102,7 @@ def test_adaptive_budgets_explain_themselves(api, monkeypatch, question, budget)
     for body in ({"thinking_budget": -1}, {"thinking": {"type": "adaptive"}}, {"thinking": {"type": "enabled"}}):
         response = api.chat(messages=[{"role": "user", "content": question}], **body)
         thinking = sent(api).params.thinking
-        assert (thinking and thinking.budget) == budget
+        assert (thinking and thinking.most) == budget
         said = response.headers["x-umbra-thinking"]
         assert said == ("512; adaptive: score 2 (maths 1, numbers 1)" if budget else "off; adaptive: score 0")
 
@@ -110,10 +110,10 @@ def test_adaptive_budgets_explain_themselves(api, monkeypatch, question, budget)
 def test_a_budget_is_at_most_a_third_of_the_room(api):
     response = api.chat(reasoning_effort="high")
     room = api.engine.context_length - len(sent(api).prompt)
-    assert sent(api).params.thinking.budget == room // 3
+    assert sent(api).params.thinking.most == room // 3
     assert response.headers["x-umbra-thinking"] == f"{room // 3} of 16384"
     api.chat(reasoning_effort="high", max_completion_tokens=90)
-    assert sent(api).params.thinking.budget == 30 and sent(api).params.max_tokens == 90
+    assert sent(api).params.thinking.most == 30 and sent(api).params.max_tokens == 90
     response = api.chat(reasoning_effort="high", max_tokens=10)
     assert sent(api).params.thinking is None and bytes(sent(api).prompt) == b"user: Hi\n"
     assert response.headers["x-umbra-thinking"] == "off: no room for 16384"

@@ -128,6 +128,29 @@ def test_interruption(api, wait):
         assert text_of(wire.turn()) == text_of(wire.turn()) == "slowly"
 
 
+def test_a_history_is_not_answered(api):
+    with Wire(api).setup(historyConfig={"initialHistoryInClientContent": True}) as wire:
+        wire.send(clientContent={"turns": [{"role": "user", "parts": [{"text": "one"}]}]})
+        wire.send(clientContent={"turns": [{"role": "model", "parts": [{"text": "two"}]}], "turnComplete": True})
+        wire.send(realtimeInput={"text": "three"})
+        assert text_of(wire.turn()) == TEXT and len(api.engine.submitted) == 1
+        assert prompt_of(api) == "user: one\nassistant: two\nuser: three\n"
+        wire.say("four")
+        assert text_of(wire.turn()) == TEXT and len(api.engine.submitted) == 2
+    with Wire(api).setup(historyConfig={"initialHistoryInClientContent": True}) as wire:
+        wire.send(realtimeInput={"text": "three"})
+        with pytest.raises(ConnectionClosed) as closed:
+            wire.next()
+        assert closed.value.rcvd.code == 1007 and "initial history" in closed.value.rcvd.reason
+
+
+@pytest.mark.parametrize("coverage", ["TURN_INCLUDES_ONLY_ACTIVITY", "TURN_INCLUDES_ALL_INPUT"])
+def test_all_text_is_covered_by_its_turn(api, coverage):
+    with Wire(api).setup(realtimeInputConfig={"turnCoverage": coverage}) as wire:
+        wire.send(realtimeInput={"text": "one"})
+        assert text_of(wire.turn()) == TEXT and prompt_of(api) == "user: one\n"
+
+
 def test_leaving_ends_the_turn(api, wait):
     api.engine.plan = forever
     with Wire(api).setup() as wire:
@@ -157,6 +180,17 @@ BAD = [
     ({"setup": {}}, 1007),
     ({"setup": {"model": "models/none"}}, 1008),
     ({"setup": {"model": "models/fake", "frob": 1}}, 1007),
+    ({"setup": {"model": "models/fake", "realtimeInputConfig": {"activityHandling": "X"}}}, 1007),
+    ({"setup": {"model": "models/fake", "realtimeInputConfig": {"turnCoverage": "X"}}}, 1007),
+    (
+        {
+            "setup": {
+                "model": "models/fake",
+                "realtimeInputConfig": {"turnCoverage": "TURN_INCLUDES_AUDIO_ACTIVITY_AND_ALL_VIDEO"},
+            }
+        },
+        1007,
+    ),
     ({"setup": {"model": "models/fake", "generationConfig": {"responseModalities": ["AUDIO"]}}}, 1007),
     ({"setup": {"model": "models/fake", "contextWindowCompression": {"slidingWindow": {}}}}, 1007),
     ({"setup": {"model": "models/fake", "generationConfig": {"temperature": 9}}}, 1007),

@@ -15,8 +15,20 @@ def test_health(api):
     assert api.client.get("/readyz").status_code == 200
 
 
+def test_the_root_says_where_to_go_on(api):
+    told = api.client.get("/").json()
+    assert (
+        told["name"] == "umbra" and told["model"] == "fake" and "/" in api.client.get("/openapi.json").json()["paths"]
+    )
+    assert all(api.client.get(path).status_code == 200 for path in told["links"].values())
+    assert {"/docs", "/v1/models", "/healthz"} <= set(told["links"].values()) and api.client.head(
+        "/"
+    ).status_code == 200
+
+
 def test_not_ready_while_loading(start_api):
     api = start_api(attached=False)
+    assert api.client.get("/").json()["model"] is None
     api.service.progress = "compiling 3/12"
     assert api.client.get("/healthz").status_code == 200
     response = api.client.get("/readyz")

@@ -65,7 +65,19 @@ def test_streamed_answers_are_the_whole_ones(gemini, config):
     assert used.candidates_token_count == chunks[-1].usage_metadata.candidates_token_count
     thoughts = used.thoughts_token_count or 0
     assert used.total_token_count == used.prompt_token_count + used.candidates_token_count + thoughts
-    assert (thoughts > 0) == ("thinking_config" in config)
+    assert (thoughts > 0) == ("thinking_config" in config) and thoughts <= 20
+
+
+def test_a_forced_call_has_arguments_in_little_room(url):
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    weather = {"name": "get_weather", "description": "Get the weather of a city", "parameters": city}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "What is the weather in Paris?"}], max_tokens=60,
+            temperature=0, tool_choice="required", tools=[{"type": "function", "function": weather}],
+        )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.arguments == '{"city":"Paris"}'
 
 
 def test_counts_and_stops(gemini):

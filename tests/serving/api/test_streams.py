@@ -138,7 +138,8 @@ def test_keep_alive(api):
 def test_text_before_a_failure_is_sent(api):
     """Also when a slow reader takes both at once."""
     api.engine.plan = lambda prompt, params: [Emission("par", (97,), finish_reason="error", error="the step failed")]
-    role, text, error = (json.loads(e.removeprefix("data: ")) for e in api.chat(stream=True).text.strip().split("\n\n"))
+    told = [one for one in api.chat(stream=True).text.strip().split("\n\n") if not one.startswith(":")]
+    role, text, error = (json.loads(one.removeprefix("data: ")) for one in told)
     assert text["choices"][0]["delta"] == {"content": "par"} and text["choices"][0]["finish_reason"] is None
     assert error["error"]["code"] == "engine_error"
 
@@ -156,10 +157,31 @@ def test_an_engine_failure_in_a_stream_is_told(api):
     assert whole.status_code == 500 and whole.json()["error"]["code"] == "engine_error"
 
 
-def test_a_cancelled_request_is_told(api):
-    api.engine.plan = lambda prompt, params: [Emission("", finish_reason="cancelled")]
-    assert api.chat().status_code == 503
-    assert json.loads(api.chat(stream=True).text.removeprefix("data: "))["error"]["code"] == "cancelled"
+STOPPING = "The server is stopping; send the request again in a moment"
+
+
+def test_what_a_stop_cuts_off_is_told_so_that_it_is_sent_again(api):
+    """Each protocol's own form of a failure that may be retried."""
+    api.engine.plan = lambda prompt, params: [Emission("a", (97,)), Emission("", finish_reason="cancelled")]
+    refused = api.chat()
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+    last = api.chat(stream=True).text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"] == {
+        "message": STOPPING, "type": "server_error", "param": None, "code": "shutting_down"
+    }  # fmt: skip
+    gemini = {"contents": [{"parts": [{"text": "Hi"}]}]}
+    text = api.client.post("/v1/models/fake:streamGenerateContent?alt=sse", json=gemini).text
+    told = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+    assert (told["code"], told["status"], told["message"]) == (503, "UNAVAILABLE", STOPPING)
+    for path in ("interactions", "responses"):
+        refused = api.client.post(f"/v1/{path}", json={"model": "fake", "input": "Hi"})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert refused.json()["error"]["message"] == STOPPING
+        text = api.client.post(f"/v1/{path}", json={"model": "fake", "input": "Hi", "stream": True}).text
+        last = json.loads([line for line in text.split("\n") if line.startswith("data: {")][-1].removeprefix("data: "))
+        told = last.get("interaction") or last["response"]
+        assert told["status"] == "incomplete"
+        assert (told["errors"][0] if path == "interactions" else told["error"])["message"] == STOPPING
 
 
 def test_a_bug_in_a_stream_is_told_without_details(api, caplog):
