@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--sequences", type=_numbers, default=(), metavar="N,N",
-        help="also compile the decode step for these numbers of sequences, for example 1,8,32",
+        help="also compile the decode programs for these numbers of sequences, for example 1,8,32",
     )  # fmt: skip
     p.add_argument(
         "--sampling", default="greedy", type=only("greedy", "temperature", "top-p"),
