@@ -322,7 +322,7 @@ def machine(reports: Sequence[dict[str, Any]]) -> str:
 def tpu(reports: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the decode programs: a line for each model, topology and number of sequences."""
     rows = [
-        "| model, topology, mesh | sequences a chip | decode | decode_n, a pass | drafting pass (of it drafting) "
+        "| model, topology, mesh | sequences a chip | decode | decode_n, a pass | drafting pass "
         "| tokens/s a chip, 1 / 5 tokens a pass |",
         "|---|---|---|---|---|---|",
     ]
@@ -339,7 +339,7 @@ def tpu(reports: Sequence[dict[str, Any]]) -> str:
                 continue
             rows.append(
                 f"| {report['model']}{quant}, {report['topology']}, {mesh} | {sequences} | {_moved(decode)} "
-                f"| {_moved(loop, settings['decode_steps'])} | {_moved(verify)}{_drafting_share(verify)} "
+                f"| {_moved(loop, settings['decode_steps'])} | {_moved(verify)} "
                 f"| {decode['predicted_tok_s_chip']:,.0f} / {_at_five(verify)} |"
             )
     return "\n".join(rows)
@@ -348,10 +348,6 @@ def tpu(reports: Sequence[dict[str, Any]]) -> str:
 def _moved(row: dict[str, Any] | None, passes: int = 1) -> str:
     """Bytes over the least and the time of a pass."""
     return "-" if row is None else f"{row['bytes_ratio']:.2f}x, {row['bound_s'] / passes * 1e3:.2f} ms"
-
-
-def _drafting_share(verify: dict[str, Any] | None) -> str:
-    return "" if verify is None else f" ({100 * verify['draft_bytes'] / verify['bytes_accessed']:.1f} %)"
 
 
 def _at_five(verify: dict[str, Any] | None) -> str:
