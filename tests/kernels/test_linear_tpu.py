@@ -294,7 +294,7 @@ def test_a_table_of_tokens_stays_in_hbm(uncached: None) -> None:
     pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (x86-64 Linux)")
     from umbra.scripts.tpu import hlo, traffic
 
-    vocabulary, width, rows, passes = 49152, 576, 16, 4
+    vocabulary, width, rows, passes = 24576, 1024, 16, 4
     whole = jax.sharding.NamedSharding(mesh_of("v5e"), jax.sharding.PartitionSpec())
     table = jax.ShapeDtypeStruct((vocabulary, width), jnp.bfloat16, sharding=whole)
     ids = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=whole)
@@ -309,6 +309,5 @@ def test_a_table_of_tokens_stays_in_hbm(uncached: None) -> None:
     specs = jax.sharding.PartitionSpec()
     sharded = jax.shard_map(step, mesh=mesh_of("v5e"), in_specs=specs, out_specs=specs, check_vma=False)
     text = jax.jit(sharded).lower(ids, table).compile().as_text()
-    lanes = 640  # whole ones
     counted = traffic.count(hlo.parse(text))
-    assert counted.bytes == pytest.approx(passes * (vocabulary + 8 * rows) * lanes * 2, rel=1e-3)
+    assert counted.bytes == pytest.approx(passes * (vocabulary + 8 * rows) * width * 2, rel=1e-3)
