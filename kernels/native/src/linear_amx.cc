@@ -15,7 +15,7 @@ namespace umbra::amx {
 namespace {
 
 constexpr int kTile = 16;    // rows of a tile
-constexpr int kSlab = 16;    // groups whose weights are made ready together: they stay in the first cache
+constexpr int kSlab = 24;    // at most so many groups are made ready together: they stay in the first cache
 constexpr int kFewest = 7;   // rows from which tiles are faster
 
 // Tile registers. The last rows of a product, if they are fewer than 16, have registers of their own; those of weights
@@ -116,8 +116,9 @@ void product_of(const Product& p) {
   const TileShape weights = {kInputs / 4, 4 * kChannels}, sums = {kTile, 64}, fewer_sums = {fewer.rows, 64};
   const Tiles tiles({sixteen, fewer, weights, weights, sums, sums, fewer_sums, fewer_sums});
   Slab slab;
-  for (int64_t first = 0; first < groups; first += kSlab) {
-    const int count = static_cast<int>(groups - first < kSlab ? groups - first : kSlab);
+  const int64_t slabs = (groups + kSlab - 1) / kSlab, each = (groups + slabs - 1) / slabs;
+  for (int64_t first = 0; first < groups; first += each) {
+    const int count = static_cast<int>(groups - first < each ? groups - first : each);
     for (int s = 0; s < p.n_blocks; ++s) {
       const uint8_t* const w = p.matrix->data + (p.block[s] * groups + first) * kBytes;
       const uint8_t* const supers = p.matrix->supers + p.block[s] * (groups / kSuper) * kSuperBytes;
@@ -125,7 +126,7 @@ void product_of(const Product& p) {
         unpack<form>(w + g * kBytes, supers + (first + g) / kSuper * kSuperBytes, slab, g);
       // What is unpacked next: the same groups of the next block, or else the next groups of the first one.
       const bool more = s + 1 < p.n_blocks;
-      const int64_t behind = more ? p.block[s + 1] * groups + first : p.block[0] * groups + first + kSlab;
+      const int64_t behind = more ? p.block[s + 1] * groups + first : p.block[0] * groups + first + each;
       const uint8_t* next = p.matrix->data + behind * kBytes;
       int64_t at = first * p.rows->stride + p.first;
       float* out = p.out + s * p.n * kChannels;
