@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kTile = 16;    // rows of a tile
 constexpr int kSlab = 24;    // at most so many groups are made ready together: they stay in the first cache
-constexpr int kFewest = 7;   // rows from which tiles are faster
+constexpr int kFewest = 16;  // rows from which tiles are faster, with weights that come from memory
 
 // Tile registers. The last rows of a product, if they are fewer than 16, have registers of their own; those of weights
 // and sums take turns:
