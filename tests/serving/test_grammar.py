@@ -164,7 +164,10 @@ def test_what_cannot_be_followed_is_refused(engine: Engine, grammar: Grammar) ->
             Grammar.regex(r"a\b."),
             r"the regular expression cannot be followed: look-around, such as \b, is not supported",
         ),
-        (Grammar.regex("(" * 300 + ")" * 300), "the regular expression cannot be followed: exceed the maximum number of nested"),
+        (
+            Grammar.regex("(" * 300 + ")" * 300),
+            "the regular expression cannot be followed: exceed the maximum number of nested",
+        ),
         (Grammar.regex(r"[^\s\S]"), "nothing matches the regular expression"),
         (
             Grammar.json_schema({"type": "string", "pattern": "a("}),
