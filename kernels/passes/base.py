@@ -84,7 +84,7 @@ class Sent(NamedTuple):
 class Pace(NamedTuple):
     """How many drafts go into a pass: the most tokens for the time (kernels/draft/widths.py), or a fixed number."""
 
-    cost: jax.Array  # float32 [.]: time of a pass by its number of tokens, above 0
+    cost: jax.Array  # float32 [.]: time of a pass by its number of rows that choose, above 0
     length: jax.Array  # int32 []: exactly this many drafts of a slot; 0: as many as pay
 
 

@@ -88,7 +88,8 @@ def _drafted(state: Slots, inputs: Sent, pace: Pace | None, decodes: jax.Array, 
     length = jnp.where(decodes, jnp.clip(state.n_drafts, 0, jnp.maximum(room, 0)), 0)
     # Rows that end prompts are not in the way of drafts: there are as many rows as slots besides.
     budget = rows - (inputs.last >= 0).sum(dtype=jnp.int32)
-    cost = lax.dynamic_slice_in_dim(pace.cost, inputs.sizes[0, 0], rows + 1)
+    # What prompts add is left out: a row more takes as long beside one, and would seem cheap against the whole pass.
+    cost = pace.cost[: rows + 1]
 
     def asked() -> jax.Array:
         wanted = jnp.minimum(length, pace.length)

@@ -50,7 +50,7 @@ class Device:
         self.blocks = engine.pool_blocks(config, kv_bytes(config, self.kv))
         self._choose_programs(engine)
         self.rows = step_rows(engine, platform)
-        self.fixed = Fixed(self._params, self._drafter(profile.assumed(engine, self.rows)))
+        self.fixed = Fixed(self._params, self._drafter(profile.assumed(self.rows)))
         pool = self._listed["save"].args[0]
         self._new_pool = jax.jit(
             lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), pool),
@@ -72,7 +72,7 @@ class Device:
         self._compiled: dict[str, Built] = {}
 
     def set_cost(self, cost: np.ndarray) -> None:
-        """Weigh drafts against other costs of a pass, by its number of tokens (`profile.measured`)."""
+        """Weigh drafts against other costs of a pass, by its number of rows (`profile.measured`)."""
         self.fixed = self.fixed._replace(drafter=self._drafter(cost))
 
     @property
@@ -81,7 +81,7 @@ class Device:
         return self.fixed.drafter is not None
 
     def _drafter(self, cost: np.ndarray) -> Drafter | None:
-        """`cost` is the time of a pass by its number of tokens, in whatever unit."""
+        """`cost` is the time of a pass by its number of rows, in whatever unit."""
         if self._listed["decode"].args[0].drafter is None:
             return None
         assert self._shadow is not None
@@ -116,9 +116,19 @@ class Device:
         """Host rows of this engine's sizes that choose nothing."""
         return empty_rows(rows, self.context, self.config.vocab_size)
 
+    def placed(self, rows: SlotState) -> SlotState:
+        """Host rows for all slots in the device's own memory, ready: those that are put as they are may still be the
+        host's, and the step that takes them over copies them first."""
+        placed = jax.device_put(rows, NamedSharding(self.mesh, P("data")))
+        return jax.block_until_ready(self._get("admit")(placed, self._no_slot(), self.empty_rows(self.data)))
+
     def put_slots(self, rows: SlotState) -> None:
-        """Replace all slots."""
-        self._state = jax.device_put(rows, NamedSharding(self.mesh, P("data")))
+        """Replace all slots by host rows."""
+        self.take_slots(jax.device_put(rows, NamedSharding(self.mesh, P("data"))))
+
+    def take_slots(self, placed: SlotState) -> None:
+        """Replace all slots by rows that are on the device; the next step uses them up."""
+        self._state = placed
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compile every program, as many at a time as there are cores, and run each once."""

@@ -19,7 +19,7 @@ class Drafter(NamedTuple):
     """What drafting reads: arrays, the same in every step."""
 
     weights: DraftWeights
-    cost: Leaf  # float32 [.]: time of a pass by its number of tokens
+    cost: Leaf  # float32 [.]: time of a pass by its number of rows
     length: Leaf  # int32 []: draft exactly this many tokens; 0: as many as pay
 
 

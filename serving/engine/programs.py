@@ -32,9 +32,9 @@ COPY_BLOCKS = 8
 _POOL_SPEC = P("data", None, "model")
 
 
-def cost_entries(engine: EngineConfig, rows: int) -> int:
-    """Entries of the table of what passes cost: one for every number of tokens, prompt chunks included."""
-    return engine.prefill_chunk + rows + 2
+def cost_entries(rows: int) -> int:
+    """Entries of the table of what passes cost: one for every number of rows, and one more."""
+    return rows + 2
 
 
 def drafter_shapes(engine: EngineConfig, rows: int, shadow: DraftWeights | None, backend: Backend) -> Drafter | None:
@@ -42,7 +42,7 @@ def drafter_shapes(engine: EngineConfig, rows: int, shadow: DraftWeights | None,
     if shadow is None or rows == engine.slots:
         return None
     weights = jax.eval_shape(lambda x: laid_out(x, backend), shadow)
-    cost = jax.ShapeDtypeStruct((cost_entries(engine, rows),), np.float32)
+    cost = jax.ShapeDtypeStruct((cost_entries(rows),), np.float32)
     return Drafter(weights, cost, jax.ShapeDtypeStruct((), np.int32))
 
 

@@ -195,7 +195,7 @@ def test_drafted_tokens_change_nothing(random_shadow: Callable, interpreted: Non
     rows.drafts[0, :4] = [*expected[0][:3], (expected[0][3] + 1) % 512]
     rows.drafts[1, :4] = (expected[1][:4] + 1) % 512
     rows.n_drafts[:], rows.draft_odds[:] = 4, 1.0
-    cost = np.ones(cost_entries(CONFIG, step_rows(CONFIG, "cpu")), np.float32)
+    cost = np.ones(cost_entries(step_rows(CONFIG, "cpu")), np.float32)
     got, drafted = run(drafting, Drafter(shadow, cost, np.int32(0)), rows, 1)
     assert len(got[0]) >= 5 and len(got[1]) >= 2 and (drafted >= 4).all()
     for mine, theirs in zip(got, expected, strict=True):

@@ -171,8 +171,8 @@ class Planner {
     }
     if (!some) return;
     if (*in_.length > 0) return take_as_asked(length, budget);
-    const int64_t at = std::clamp<int64_t>(in_.sizes[0], 0, in_.costs - (in_.rows + 1));
-    Gate(in_.odds, length.data(), decodes_.get(), B).choose(in_.cost + at, in_.rows, budget, out_.n_drafts);
+    // What prompts add is left out: a row more takes as long beside one, and would seem cheap against the whole pass.
+    Gate(in_.odds, length.data(), decodes_.get(), B).choose(in_.cost, in_.rows, budget, out_.n_drafts);
   }
 
   void take_as_asked(const std::vector<int32_t>& length, int64_t budget) {

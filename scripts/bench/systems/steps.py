@@ -35,7 +35,7 @@ class Steps:
         self.widest = min(self.device.rows, SLOT * engine.config.slots) if self.device.drafts else 1
         self.chunk = engine.config.prefill_chunk
         if self.device.drafts:  # what a pass costs is to be seen, not to be weighed: no token is left out of one
-            self.device.set_cost(np.ones(cost_entries(engine.config, self.device.rows)))
+            self.device.set_cost(np.ones(cost_entries(self.device.rows)))
 
     def run(self, ids: Sequence[int], start: int) -> tuple[Any, Any]:
         """Dispatch a pass of the tokens `ids` at positions `start` and after, all of which choose. Gives the step's
