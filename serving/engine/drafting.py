@@ -10,9 +10,14 @@ from jax import lax
 
 from ...configs.engine import MAX_DRAFT
 from ...kernels.backend import Backend
-from ...kernels.draft import DraftInput, Drafts, DraftWeights, draft
+from ...kernels.draft import LOOKUP, DraftInput, Drafts, DraftWeights, draft
 from .request import FORCED
 from .state import Guided, Leaf, SlotState
+
+
+HARDLY_PAYS = 0.75
+"""Odds that a draft needs to pay, from which the shadow is not asked: so few of its guesses are better that they bring
+less than it takes to make them all (16 slots: a thirtieth of a pass)."""
 
 
 class Drafter(NamedTuple):
@@ -41,12 +46,14 @@ def guide(state: SlotState, guided: Guided) -> SlotState:
 def draft_next(drafter: Drafter, backend: Backend, state: SlotState, hidden: jax.Array, grown: jax.Array) -> SlotState:
     """The slots that have `grown` (bool [B]) with drafts for their next pass. `hidden` `[B, D]` are the trunk's hidden
     states that chose their last tokens."""
-    drafts = grown & state.active & (state.sources > 0)
+    needed = jnp.where(drafter.length > 0, 0.0, _needed(drafter, state))
+    sources = jnp.where(needed < HARDLY_PAYS, state.sources, state.sources & LOOKUP)
+    drafts = grown & state.active & (sources > 0)
     inputs = DraftInput(
         hidden=hidden, token=state.token, position=state.position, history=state.history, active=drafts,
-        sources=state.sources, temperature=state.temperature, seed=state.seed,
+        sources=sources, temperature=state.temperature, seed=state.seed,
         room=jnp.clip(state.limit - state.position - 1, 0, MAX_DRAFT), predicted=state.predicted,
-        floor=_floor(drafter, state),
+        floor=0.5 * needed,  # since the other slots' drafts change the balance
     )  # fmt: skip
 
     def none() -> Drafts:
@@ -66,13 +73,12 @@ def draft_next(drafter: Drafter, backend: Backend, state: SlotState, hidden: jax
     )
 
 
-def _floor(drafter: Drafter, state: SlotState) -> jax.Array:
+def _needed(drafter: Drafter, state: SlotState) -> jax.Array:
     """The odds below which a drafted token cannot pay, float32 []: a row more costs a pass part of its time, and the
-    pass brings at least a token for each slot. Half of that, since the other slots' drafts change the balance."""
+    pass brings at least a token for each slot."""
     n = jnp.sum(state.active)
     slope = (drafter.cost[n + 1] - drafter.cost[n]) / drafter.cost[n]
-    floor = jnp.where(drafter.length > 0, 0.0, 0.5 * slope * n.astype(jnp.float32))
-    return jnp.maximum(floor, 0.0).astype(jnp.float32)
+    return jnp.maximum(slope * n.astype(jnp.float32), 0.0)
 
 
 def _with_conclusion(state: SlotState, drafts: Drafts) -> Drafts:

@@ -119,6 +119,17 @@ def test_on_other_engines(config: EngineConfig, model: Model, expected: dict) ->
         assert engine.stats().used_blocks == 0
 
 
+def test_the_shadow_is_not_asked_where_rows_are_too_dear(model: Model, expected: dict) -> None:
+    with Engine(model, dataclasses.replace(BASE, draft_rows=24)) as engine:
+        engine.start(warm=False)
+        rows = np.arange(engine.device.rows + 2, dtype=np.float32)
+        for cost, asks in ((np.ones_like(rows), True), (0.1 + rows, False)):
+            engine.device.set_cost(cost)
+            got = answers(engine, dataclasses.replace(ASKED["greedy"], draft="shadow"))
+            same(got, expected["greedy"])
+            assert any(completion.timings.drafted for completion in got) == asks
+
+
 def test_mixed_in_one_batch(drafting: Engine, expected: dict) -> None:
     """Every kind of request at once, drafting or not."""
     work = [(name, i) for i in range(len(prompts())) for name in ASKED]
