@@ -14,7 +14,6 @@ from ...kernels.draft import LOOKUP, DraftInput, Drafts, DraftWeights, draft
 from .request import FORCED
 from .state import Guided, Leaf, SlotState
 
-
 HARDLY_PAYS = 0.75
 """Odds that a draft needs to pay, from which the shadow is not asked: so few of its guesses are better that they bring
 less than it takes to make them all (16 slots: a thirtieth of a pass)."""
