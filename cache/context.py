@@ -27,6 +27,7 @@ import numpy as np
 
 from ..configs.cache import CacheConfig
 from ..configs.engine import BLOCK
+from .buffers import Buffers
 from .disk import DiskTier
 from .keys import BlockInfo, Extras, Identity, pack_tokens
 from .layout import BlockLayout
@@ -34,6 +35,7 @@ from .lease import Lease, Leases
 from .load import Found, Load
 from .memory import MemoryTier
 from .objects import ObjectTier
+from .record import record_bytes
 from .selftest import measure_folder
 from .stats import CacheStats, Histogram, TierStats
 from .tier import Tier
@@ -104,6 +106,7 @@ class ContextCache:
         self.tiers: tuple[Tier[Any], ...] = tuple(
             tier for tier in (self.memory, self.disk, self.objects) if tier is not None
         )
+        self._buffers = Buffers(record_bytes(layout.block_bytes), config.load_bytes if self.tiers else 0)
         self._readers = ThreadPoolExecutor(config.readers, "umbra-cache-reader", initializer=yield_to_steps)
         self._writer = Writer(
             layout, queue_bytes=config.queue_bytes, disk=self.disk, sync_interval=config.sync_interval,
@@ -243,9 +246,9 @@ class ContextCache:
             self._readers.submit(self.disk.expect, cold)
         with self._lock:
             load = Load(
-                list(match.found), match.lease, self.layout, self._readers, ahead_bytes=self.config.load_bytes,
-                hot_tokens=self.config.hot_tokens, current=lambda: self._epoch == match.epoch, on_ready=on_ready,
-                on_end=self._load_ended,
+                list(match.found), match.lease, self.layout, self._readers, self._buffers,
+                ahead_bytes=self.config.load_bytes, hot_tokens=self.config.hot_tokens,
+                current=lambda: self._epoch == match.epoch, on_ready=on_ready, on_end=self._load_ended,
             )  # fmt: skip
             self._loads.add(load)
         if not match.found:
@@ -265,11 +268,14 @@ class ContextCache:
             self._load_seconds[name].observe(load.seconds or 0.0)
 
     def promote(self, load: Load, loaded: Iterable[Any]) -> None:
-        """Keep blocks that `load` handed over in the faster tiers too, beside the step."""
+        """Keep blocks that `load` handed over, and whose arrays nobody reads any more, in the faster tiers too, beside
+        the step."""
         for block in loaded:
             faster = self._faster_than(block.tier)
             if faster and not self._writer.pending(block.info.key):
                 self._writer.offer(block.info, block.payload, faster)
+            else:
+                self._buffers.give(block.buffer)
 
     def _faster_than(self, name: str) -> tuple[Tier[Any], ...]:
         names = [tier.name for tier in self.tiers]

@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from .folder import Folder
 from .index import Entry, TierIndex
 from .keys import BlockInfo
@@ -161,18 +163,18 @@ class DiskTier(Tier[Location]):
             self._segments[number] = active
         return active
 
-    def _load(self, entry: Entry[Location]) -> memoryview:
+    def _load(self, entry: Entry[Location], buffer: np.ndarray | None) -> memoryview:
         place = entry.place
         try:
-            return self._load_from(entry, place)
+            return self._load_from(entry, place, buffer)
         except Damaged:
             if entry.place is place:
                 raise
-            return self._load_from(entry, entry.place)  # it was moved meanwhile
+            return self._load_from(entry, entry.place, buffer)  # it was moved meanwhile
 
-    def _load_from(self, entry: Entry[Location], location: Location) -> memoryview:
+    def _load_from(self, entry: Entry[Location], location: Location, buffer: np.ndarray | None) -> memoryview:
         segment, expected = location
-        head, payload = segment.read(expected.place.offset, entry.payload_bytes)
+        head, payload = segment.read(expected.place.offset, entry.payload_bytes, buffer)
         place = Place(self.folder.store, segment.number, expected.place.offset)
         verify(decode(head), payload, place=place, info=entry.info, codec=self.codec)
         return payload[: entry.payload_bytes]
@@ -361,7 +363,7 @@ class DiskTier(Tier[Location]):
         moved = 0
         for entry in entries:
             try:
-                payload = self._load(entry)
+                payload = self._load(entry, None)
             except (Damaged, OSError) as error:
                 self.lose(entry, getattr(error, "reason", "io_error"))
                 continue

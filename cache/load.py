@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from .buffers import Buffers
 from .index import Entry
 from .keys import BlockInfo
 from .layout import BlockLayout
@@ -50,6 +51,8 @@ class Loaded:
     arrays: tuple[np.ndarray, ...]
     payload: memoryview
     crc: int
+    buffer: np.ndarray
+    """Where the payload lies."""
 
 
 class _Span:
@@ -73,6 +76,7 @@ class Load:
         lease: Lease,
         layout: BlockLayout,
         readers: Executor,
+        buffers: Buffers,
         *,
         ahead_bytes: int,
         hot_tokens: int = 0,
@@ -87,7 +91,7 @@ class Load:
         self.seconds: float | None = None  # until the last block was there
         self.read_bytes: Counter[str] = Counter()  # by tier
         self._spans: dict[str, tuple[float, float]] = {}  # by tier: when its first read began, its last one ended
-        self.lease, self._layout, self._readers = lease, layout, readers
+        self.lease, self._layout, self._readers, self._buffers = lease, layout, readers, buffers
         self._ahead_bytes, self._current = ahead_bytes, current
         self._on_ready, self._on_end = on_ready, on_end
         self._lock = threading.Lock()
@@ -219,10 +223,11 @@ class Load:
         failure = ""
         started = time.monotonic()
         if not self._ended and at < self._limit:
+            buffer = self._buffers.take()
             try:
-                payload = found.tier.read(found.entry)
+                payload = found.tier.read(found.entry, buffer)
                 arrays = self._layout.unpack(payload, found.info.n_tokens)
-                result = Loaded(found.info, found.tier.name, found.tokens, arrays, payload, found.entry.crc)
+                result = Loaded(found.info, found.tier.name, found.tokens, arrays, payload, found.entry.crc, buffer)
             except Damaged as error:
                 failure = error.reason
             except Exception as error:

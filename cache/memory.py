@@ -39,8 +39,10 @@ class MemoryTier(Tier[int]):
         self._slab[slot, : len(payload)] = np.frombuffer(payload, np.uint8)
         return Entry(info, slot, self._slab.shape[1], len(payload), crc)
 
-    def _load(self, entry: Entry[int]) -> memoryview:
-        payload = self._slab[entry.place, : entry.payload_bytes].copy().data
+    def _load(self, entry: Entry[int], buffer: np.ndarray | None) -> memoryview:
+        held = np.empty(entry.payload_bytes, np.uint8) if buffer is None else buffer[: entry.payload_bytes]
+        held[:] = self._slab[entry.place, : entry.payload_bytes]
+        payload = held.data
         if zlib.crc32(padding(entry.payload_bytes), zlib.crc32(payload)) != entry.crc:
             raise Damaged("checksum", "host memory")
         return payload

@@ -159,7 +159,8 @@ class ObjectTier(Tier[int]):
                 self.index.add(Entry(info, self.row(info.key), self._record, self.block_bytes, -1))
             return super().acquire_chain(chain)
 
-    def _load(self, entry: Entry[int]) -> memoryview:
+    def _load(self, entry: Entry[int], buffer: np.ndarray | None) -> memoryview:
+        del buffer  # tensorstore reads into memory of its own
         try:
             record = np.ascontiguousarray(self._array[entry.place].read().result()).data
         except (ValueError, RuntimeError) as error:  # tensorstore's words for a CRC-32C that does not match

@@ -156,17 +156,18 @@ class Segment:
         self.live_bytes += header.record_bytes
         return header
 
-    def read(self, offset: int, payload_bytes: int) -> tuple[bytes, memoryview]:
-        """Header and payload (with the zeros behind it) of a record, not verified. Raises `Damaged` if it is cut off,
-        `OSError` if the device fails."""
-        buffer = np.empty(record_bytes(payload_bytes), np.uint8)
+    def read(self, offset: int, payload_bytes: int, buffer: np.ndarray | None = None) -> tuple[bytes, memoryview]:
+        """Header and payload (with the zeros behind it) of a record, not verified, in `buffer` or new memory. Raises
+        `Damaged` if it is cut off, `OSError` if the device fails."""
+        nbytes = record_bytes(payload_bytes)
+        held = np.empty(nbytes, np.uint8) if buffer is None else buffer[:nbytes]
         got = 0
-        while got < len(buffer):
-            n = os.preadv(self._fd, [buffer[got:].data], offset + got)
+        while got < nbytes:
+            n = os.preadv(self._fd, [held[got:].data], offset + got)
             if not n:
-                raise Damaged("truncated", f"{got} of {len(buffer)} bytes")
+                raise Damaged("truncated", f"{got} of {nbytes} bytes")
             got += n
-        view = buffer.data
+        view = held.data
         return bytes(view[:HEADER]), view[HEADER : HEADER + padded(payload_bytes)]
 
     def expect(self, offset: int, payload_bytes: int) -> None:

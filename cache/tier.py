@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from ..configs.engine import BLOCK
 from .index import Entry, TierIndex
 from .keys import BlockInfo
@@ -62,8 +64,9 @@ class Tier(abc.ABC, Generic[P]):
         """Store a payload for which there is room. May raise `OSError`. Called with `io`, like the two below."""
 
     @abc.abstractmethod
-    def _load(self, entry: Entry[P]) -> memoryview:
-        """A private copy of the payload, verified. Raises `Damaged` or `OSError`. Called without any lock."""
+    def _load(self, entry: Entry[P], buffer: np.ndarray | None) -> memoryview:
+        """A private copy of the payload, verified, in `buffer` or new memory. Raises `Damaged` or `OSError`. Called
+        without any lock."""
 
     @abc.abstractmethod
     def _erase(self, entry: Entry[P]) -> None:
@@ -192,11 +195,12 @@ class Tier(abc.ABC, Generic[P]):
         with self.lock:
             self.index.unpin(key)
 
-    def read(self, entry: Entry[P]) -> memoryview:
-        """The verified payload of a block that was acquired, in memory of its own. Moves bytes. Raises `Damaged`."""
+    def read(self, entry: Entry[P], buffer: np.ndarray | None = None) -> memoryview:
+        """The verified payload of a block that was acquired, in `buffer` (uint8, room for a whole record) or memory of
+        its own. Moves bytes. Raises `Damaged`."""
         failure: Damaged | None = None
         try:
-            payload = self._load(entry)
+            payload = self._load(entry, buffer)
         except Damaged as error:
             failure = error
         except OSError as error:

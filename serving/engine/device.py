@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import logging
@@ -104,6 +105,7 @@ class Device:
     def reset(self) -> None:
         """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
         self._pool = self._state = None  # before the new ones are made: there may not be room for both
+        self._staging = collections.deque(_Staging(jax.tree.map(_aligned_zeros, self.block_shapes)) for _ in range(2))
         self._pool = self._new_pool()
         if self.mesh.devices.flat[0].platform == "cpu":
             jax.tree.map(move_to_huge_pages, jax.block_until_ready(self._pool))
@@ -274,12 +276,14 @@ class Device:
         """Write contents into (shard, block, contents) triples."""
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            contents = jax.tree.map(_aligned_zeros, self.block_shapes)
+            staging = self._staging.popleft()
+            self._staging.append(staging)
+            jax.block_until_ready(staging.read)
             for i, (shard, _, content) in enumerate(part):
-                for all_, one in zip(jax.tree.leaves(contents), jax.tree.leaves(content), strict=True):
+                for all_, one in zip(jax.tree.leaves(staging.contents), jax.tree.leaves(content), strict=True):
                     all_[shard * COPY_BLOCKS + i] = one
             ids = self._block_ids([(shard, block) for shard, block, _ in part])
-            self._pool = self._get("load")(self._pool, ids, contents)
+            self._pool, staging.read = self._get("load")(self._pool, ids, staging.contents)
 
     def _block_ids(self, part: list[tuple[int, int]]) -> np.ndarray:
         ids = np.full(self.data * COPY_BLOCKS, NULL_BLOCK, np.int32)
@@ -288,10 +292,21 @@ class Device:
         return ids
 
 
+@dataclasses.dataclass
+class _Staging:
+    """Host memory through which blocks go to the device. It is kept: memory that is new takes as long to be touched as
+    all the rest of moving blocks."""
+
+    contents: KVPool
+    read: Any = None
+    """On the device, ready once the contents may be overwritten; None: they were not used yet."""
+
+
 def _aligned_zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
     """A host array that XLA:CPU takes as it is: it copies what does not begin at a multiple of 64 bytes, which takes
     longer than all the rest of moving blocks."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
-    room = np.zeros(nbytes + 64, np.uint8)
+    room = np.empty(nbytes + 64, np.uint8)
+    room.fill(0)  # touches it now, not when it is used
     first = -room.ctypes.data % 64
     return room[first : first + nbytes].view(like.dtype).reshape(like.shape)

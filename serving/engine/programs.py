@@ -284,5 +284,5 @@ class _Builder:
         return self._program(
             f"load_blocks_{COPY_BLOCKS}", "load", 0, step.load_blocks,
             (self.pool, self._ints(COPY_BLOCKS), self.contents),
-            (self.pool_spec, self.state_spec, self.pool_spec), self.pool_spec, (0,),
+            (self.pool_spec, self.state_spec, self.pool_spec), (self.pool_spec, self.state_spec), (0,),
         )  # fmt: skip

@@ -175,8 +175,9 @@ def save_blocks(pool: KVPool, blocks: jax.Array) -> KVPool:
     return jax.tree.map(take, pool)
 
 
-def load_blocks(pool: KVPool, blocks: jax.Array, contents: KVPool) -> KVPool:
-    """The pool with `contents` (`[C, ...]` each) in `blocks` `[C]`; the null block takes padding."""
+def load_blocks(pool: KVPool, blocks: jax.Array, contents: KVPool) -> tuple[KVPool, jax.Array]:
+    """The pool with `contents` (`[C, ...]` each) in `blocks` `[C]`; the null block takes padding. And something small,
+    int32 `[1]`, that is there once `contents` have been read."""
 
     def put(part: jax.Array, new: jax.Array) -> jax.Array:
         def one(i: jax.Array, part: jax.Array) -> jax.Array:
@@ -184,4 +185,4 @@ def load_blocks(pool: KVPool, blocks: jax.Array, contents: KVPool) -> KVPool:
 
         return lax.fori_loop(0, len(blocks), one, part)
 
-    return jax.tree.map(put, pool, contents)
+    return jax.tree.map(put, pool, contents), blocks.sum(dtype=jnp.int32)[None]

@@ -182,9 +182,9 @@ def test_cancelled_while_it_loads(model: object, tmp_path: Path, monkeypatch: py
     with running(model, tmp_path, cache=dataclasses.replace(ALWAYS, load_bytes=1)) as engine:
         read = engine.store.cache.disk.read
 
-        def slowly(entry):
+        def slowly(*args):
             time.sleep(0.02)
-            return read(entry)
+            return read(*args)
 
         monkeypatch.setattr(engine.store.cache.disk, "read", slowly)
         ends: list[str] = []
@@ -207,7 +207,7 @@ def test_others_go_on_while_one_loads(model: object, tmp_path: Path, monkeypatch
     with running(model, tmp_path) as engine:
         ask(engine, other, 2)
         gate, read = threading.Event(), engine.store.cache.disk.read
-        monkeypatch.setattr(engine.store.cache.disk, "read", lambda entry: (gate.wait(20), read(entry))[1])
+        monkeypatch.setattr(engine.store.cache.disk, "read", lambda *args: (gate.wait(20), read(*args))[1])
         ids: list[int] = []
         params = SamplingParams(max_tokens=12)
         engine.submit(prompt, params, sink=lambda pairs: [ids.extend(e.token_ids) for _, e in pairs])
