@@ -37,9 +37,11 @@ class Hot(NamedTuple):
     places: jax.Array  # int32 [B, M]: where each entry of a block table is staged, -1: nowhere
 
 
-def capacity(form: KVFormat, n_layers: int, n_kv_heads: int, head_dim: int, on: Chip) -> int:
-    """Blocks (of all layers, this device's heads) that the window holds; 0: not even one fits."""
-    return int(on.vmem_bytes * WINDOW_SHARE) // (BLOCK * form.bytes_per_token(n_layers, n_kv_heads, head_dim))
+def capacity(form: KVFormat, n_layers: int, n_kv_heads: int, head_dim: int, on: Chip, taken: int = 0) -> int:
+    """Blocks (of all layers, this device's heads) that the window holds beside `taken` bytes that stay on the chip too;
+    0: not even one fits."""
+    room = max(0, int(on.vmem_bytes * WINDOW_SHARE) - taken)
+    return room // (BLOCK * form.bytes_per_token(n_layers, n_kv_heads, head_dim))
 
 
 def stage(pool: KVPool, tables: jax.Array, lengths: jax.Array, blocks: int) -> Hot:
