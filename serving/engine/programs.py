@@ -239,9 +239,9 @@ class _Builder:
         from ...kernels.attention import tpu_hot, tpu_sizes
 
         c, chip = self.config, tpu_sizes.chip_of(self.mesh)
-        drafter = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.fixed.drafter))  # whole on every chip
+        shadow = 0 if self.fixed.drafter is None else self.fixed.drafter.weights.chain_bytes  # whole on every chip
         heads = c.n_kv_heads // self.mesh.shape["model"]
-        most = tpu_hot.capacity(self.kv, c.n_layers, heads, c.head_dim, chip, taken=drafter)
+        most = tpu_hot.capacity(self.kv, c.n_layers, heads, c.head_dim, chip, taken=shadow)
         return min(most, self.engine.slots * self.engine.table_width(c))
 
     def passes(self, kind: str, passes: int, *, prefill: bool, hot_blocks: int = 0) -> Program:
