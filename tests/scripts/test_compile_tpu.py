@@ -226,7 +226,8 @@ def test_figures_of_drafting(report: dict[str, Any]) -> None:
     assert part["drafted"] == SHADOW_PLACES and part["predicted_tok_s"] is None
     assert sum(o["bytes"] for o in part["largest"] if o["operation"].endswith("dot_general")) < part["min_bytes"]
     for kind in ("decode", "verify", "draft"):
-        assert rows[kind]["draft_bytes"] == part["bytes_accessed"] > part["min_bytes"]
+        assert rows[kind]["draft_bytes"] == pytest.approx(part["bytes_accessed"])  # summed up in another order
+        assert rows[kind]["draft_bytes"] > part["min_bytes"]
         assert rows[kind]["draft_flops"] == part["flops"] > 0
     assert rows["decode"]["min_bytes"] > part["min_bytes"]
     assert rows["admit"]["draft_bytes"] == 0
