@@ -146,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=positive, default=1024, help="tokens in the KV cache of every sequence")
     p.add_argument(
         "--sequences", type=_numbers, default=(), metavar="N,N",
-        help="also compile the decode step for these numbers of sequences, for example 1,8,32",
+        help="also compile the decode programs for these numbers of sequences, for example 1,8,32",
     )  # fmt: skip
     p.add_argument(
         "--sampling", default="greedy", type=only("greedy", "temperature", "top-p"),

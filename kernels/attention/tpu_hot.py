@@ -37,9 +37,11 @@ class Hot(NamedTuple):
     places: jax.Array  # int32 [B, M]: where each entry of a block table is staged, -1: nowhere
 
 
-def capacity(form: KVFormat, n_layers: int, n_kv_heads: int, head_dim: int, on: Chip) -> int:
-    """Blocks (of all layers, this device's heads) that the window holds; 0: not even one fits."""
-    return int(on.vmem_bytes * WINDOW_SHARE) // (BLOCK * form.bytes_per_token(n_layers, n_kv_heads, head_dim))
+def capacity(form: KVFormat, n_layers: int, n_kv_heads: int, head_dim: int, on: Chip, taken: int = 0) -> int:
+    """Blocks (of all layers, this device's heads) that the window holds beside `taken` bytes that stay on the chip too;
+    0: not even one fits."""
+    room = max(0, int(on.vmem_bytes * WINDOW_SHARE) - taken)
+    return room // (BLOCK * form.bytes_per_token(n_layers, n_kv_heads, head_dim))
 
 
 def stage(pool: KVPool, tables: jax.Array, lengths: jax.Array, blocks: int) -> Hot:
@@ -118,16 +120,21 @@ def _copy_blocks(sources: Any, *refs: Any) -> None:
 def l1_mode(platform: str, compiled_text: str, hot: Sequence[Any]) -> str:
     """Where a compiled program reads its most recent KV from: "vmem_resident", "hbm", or on a CPU "cpu_pool".
 
-    `hot` are the arrays of `Hot.contents` (abstract ones do). It is resident when a loop carries each of them and every
-    loop that does keeps it in VMEM, which XLA writes as memory space S(1).
+    `hot` are the arrays of `Hot.contents` (abstract ones do). It is resident when a loop carries each of them, every
+    loop that does keeps it in VMEM, which XLA writes as memory space S(1), and nothing copies it: short of room XLA
+    moves a window out to HBM and back in every pass.
     """
     if platform != "tpu":
         return "cpu_pool"
     names = {"bfloat16": "bf16", "float32": "f32", "int8": "s8"}
-    loops = [line for line in compiled_text.splitlines() if re.search(r"=.*\bwhile\(", line)]
+    lines = compiled_text.splitlines()
+    loops = [line for line in lines if re.search(r"=.*\bwhile\(", line)]
+    moves = [line for line in lines if re.search(r"=.*\b(copy|slice)(-start)?\(", line)]
     for array in hot:
         shape = re.escape(f"{names[str(array.dtype)]}[{','.join(map(str, array.shape))}]")
         carried = [layout for line in loops for layout in re.findall(shape + r"(\{[^}]*\})", line.split(" while(")[0])]
         if not carried or not all("S(1)" in layout for layout in carried):
+            return "hbm"
+        if any(re.search(shape, line) for line in moves):
             return "hbm"
     return "vmem_resident" if hot else "hbm"

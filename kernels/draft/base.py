@@ -112,6 +112,12 @@ class DraftWeights(NamedTuple):
     when it was found (in tokens; 0 and 1 are not used), what the shadow says (DIFFERS, AGREES, UNKNOWN), and how many
     tokens were copied from this match before."""
 
+    @property
+    def chain_bytes(self) -> int:
+        """Bytes of what every place of a chain reads whole: not the table of all tokens, nor what the context needs."""
+        once = ("read", "read_scale", "context")
+        return sum(x.size * x.dtype.itemsize for name, x in self._asdict().items() if name not in once)
+
 
 class DraftInput(NamedTuple):
     """Where every slot stands. Nothing is read of slots that are not active or may draft nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from .base import (
     Drafts,
     DraftWeights,
 )
+
+NOISE = "noise"
+"""Scope, in names of operations, of what only sampled tokens need."""
 
 
 class _Slots(NamedTuple):
@@ -66,8 +69,17 @@ def _rows(ids: Array, table: Array) -> Array:
     return table[ids].astype(jnp.float32)
 
 
-def draft(weights: DraftWeights, inputs: DraftInput, rows: Callable[[Array, Array], Array] = _rows) -> Drafts:
-    """See `api.draft`. `rows` takes rows of a table `[V, r]`, float32. Tables may have more columns than r: zeros."""
+class Ways(NamedTuple):
+    """What a backend does in its own way."""
+
+    rows: Callable[[Array, Array], Array] = _rows
+    """Rows of a table `[V, r]`, float32, from their ids and the table."""
+    cond: Callable[[Array, Callable[[], Any], Callable[[], Any]], Any] = lax.cond
+    """The result of the first function where a condition holds, or else of the second."""
+
+
+def draft(weights: DraftWeights, inputs: DraftInput, ways: Ways = Ways()) -> Drafts:  # noqa: B008
+    """See `api.draft`. Tables may have more columns than r: zeros."""
     slots = _slots(weights, inputs)
     n, rank = inputs.hidden.shape[0], weights.start.shape[0]
     chains = _Chains(
@@ -88,7 +100,7 @@ def draft(weights: DraftWeights, inputs: DraftInput, rows: Callable[[Array, Arra
     def unfinished(chains: _Chains) -> Array:
         return (chains.place < MAX_DRAFTS) & jnp.any(chains.alive)
 
-    return lax.while_loop(unfinished, lambda chains: _extend(weights, inputs, slots, chains, rows), chains).drafts
+    return lax.while_loop(unfinished, lambda chains: _extend(weights, inputs, slots, chains, ways), chains).drafts
 
 
 def _slots(weights: DraftWeights, inputs: DraftInput) -> _Slots:
@@ -156,13 +168,11 @@ def _tokens_at(inputs: DraftInput, tokens: Array, at: Array) -> Array:
     return jnp.where(known, jnp.where(at < inputs.history.shape[1], old, -1), new)
 
 
-def _extend(
-    weights: DraftWeights, inputs: DraftInput, slots: _Slots, chains: _Chains, rows: Callable[[Array, Array], Array]
-) -> _Chains:
+def _extend(weights: DraftWeights, inputs: DraftInput, slots: _Slots, chains: _Chains, ways: Ways) -> _Chains:
     """One more draft for every chain that is alive."""
-    place, drafts = chains.place, chains.drafts
+    place, drafts, cond = chains.place, chains.drafts, ways.cond
     seeks = chains.alive & slots.lookup & ~chains.follows
-    found = lax.cond(
+    found = cond(
         jnp.any(seeks),
         lambda: _find_match(inputs, place, drafts.tokens),
         lambda: jax.tree.map(jnp.zeros_like, chains.match),
@@ -176,10 +186,12 @@ def _extend(
     asks = can_ask & ~sure
 
     # The state rolls over every token, whoever drafted it.
-    u = lax.cond(jnp.any(can_ask), lambda: _read(weights, inputs, place, drafts.tokens, rows), lambda: slots.context)
-    state = lax.cond(jnp.any(can_ask), lambda: _cell(weights, chains.state, u, slots.context), lambda: chains.state)
+    u = cond(jnp.any(can_ask), lambda: _read(weights, inputs, place, drafts.tokens, ways.rows), lambda: slots.context)
+    state = cond(jnp.any(can_ask), lambda: _cell(weights, chains.state, u, slots.context), lambda: chains.state)
     nothing = _Guess(jnp.full_like(slots.room, -1), jnp.zeros_like(chains.product))
-    guess = lax.cond(jnp.any(asks), lambda: _guess(weights, inputs, slots.kind, place, state, u, asks), lambda: nothing)
+    guess = cond(
+        jnp.any(asks), lambda: _guess(weights, inputs, slots.kind, place, state, u, asks, cond), lambda: nothing
+    )
 
     says = jnp.where(asks, (guess.token == copied).astype(jnp.int32), UNKNOWN)
     expected = _lookup_probability(weights, slots, match, says, place)
@@ -233,7 +245,7 @@ def _cell(weights: DraftWeights, state: Array, u: Array, z: Array) -> Array:
 
 
 def _guess(
-    weights: DraftWeights, inputs: DraftInput, kind: Array, place: Array, state: Array, u: Array, asks: Array
+    weights: DraftWeights, inputs: DraftInput, kind: Array, place: Array, state: Array, u: Array, asks: Array, cond: Any
 ) -> _Guess:
     mlp = jax.nn.silu(_rms(state, weights.epsilon) @ weights.up) @ weights.down
     o = state + u @ weights.markov + mlp
@@ -248,7 +260,8 @@ def _guess(
         divisor = jnp.where(greedy, np.float32(1), inputs.temperature)
         return scores / divisor[:, None] + jnp.where(greedy[:, None], np.float32(0), noise)
 
-    scores = lax.cond(jnp.any(asks & ~greedy), noisy, lambda: scores)
+    with jax.named_scope(NOISE):
+        scores = cond(jnp.any(asks & ~greedy), noisy, lambda: scores)
     best = jnp.argmax(scores, axis=1)
     features = jnp.concatenate([o, u, _confidence_features(scores, best)], axis=1)
     confidence = features @ weights.conf + weights.conf_bias[place]

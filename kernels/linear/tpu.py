@@ -60,8 +60,8 @@ _CHUNK = 1024
 """Inputs of a 4-bit weight that are turned into floats at once."""
 
 _SUBLANES = 8
-_SUBLANE_BYTES = 32
-"""Bytes of one lane of a tile: 8 rows of 4 bytes, 16 of 2, or 32 of 1."""
+_BYTE_SUBLANES = 32
+"""Rows of a tile in HBM: eight, but of bytes 32."""
 
 _NEG_INF = np.float32(-np.inf)
 _LARGEST = np.float32(np.finfo(np.float32).max)
@@ -111,7 +111,7 @@ def embed(ids: jax.Array, table: Matrix, *, n_rows: jax.Array) -> jax.Array:
     """See api.py. A kernel fetches the tile of rows around each: XLA's own gather first brings a table that is small
     enough whole onto the chip."""
     q, scale = (table.parts["q"], table.parts.get("scale")) if isinstance(table, Quantised) else (table, None)
-    slab = _SUBLANE_BYTES // q.dtype.itemsize
+    slab = _BYTE_SUBLANES if q.dtype.itemsize == 1 else _SUBLANES
     if q.shape[0] % slab or (isinstance(table, Quantised) and table.form != "c8"):
         return reference.embed(ids, table, n_rows=n_rows)
     rows = _table_rows(ids, q, slab)
@@ -327,8 +327,8 @@ class Operand(NamedTuple):
     visited: int
     """Bytes of HBM that one call moves of it, if it is there. Which arrays are, XLA decides: it keeps small ones on
     the chip."""
-    stack: bool = False
-    """A stack of weights."""
+    weight: bool = False
+    """A weight or its scales: it stays in HBM."""
 
 
 def _products(
@@ -393,14 +393,15 @@ def _call(
     )
 
     def run(scalar: jax.Array, *arrays: jax.Array) -> Sequence[jax.Array]:
-        return call(scalar, *(_in_hbm(a) if o.stack else a for a, o in zip(arrays, operands, strict=True)))
+        return call(scalar, *(_in_hbm(a) if o.weight else a for a, o in zip(arrays, operands, strict=True)))
 
     return jax.jit(run, inline=True)(scalar, *(o.array for o in operands))
 
 
-def _in_hbm(stack: jax.Array) -> jax.Array:
-    """Without it XLA brings a stack that is small enough whole onto the chip, in every layer, for one layer's part."""
-    return pltpu.with_memory_space_constraint(stack, pltpu.HBM)
+def _in_hbm(weight: jax.Array) -> jax.Array:
+    """Without it XLA brings what is small enough whole onto the chip: a stack in every layer, for one layer's part, and
+    in a loop over passes the head, which then takes the place of everything else."""
+    return pltpu.with_memory_space_constraint(weight, pltpu.HBM)
 
 
 def _row_operands(rows: Rows, p: Plan) -> list[Operand]:
@@ -430,14 +431,13 @@ def _weight_operands(stack: Stack, part: Part) -> list[Operand]:
         q = pl.BlockSpec((1, part.inputs, part.channels), channels_last)
     else:
         q = pl.BlockSpec((1, part.channels, part.inputs), channels_second)
-    stacked = stack.q.shape[0] > 1
-    operands = [Operand(stack.q, q, int(stack.out * stack.weight_bytes), stacked)]
+    operands = [Operand(stack.q, q, int(stack.out * stack.weight_bytes), weight=True)]
     if stack.scale is not None:
         if stack.form == "s4":
             scale = pl.BlockSpec((1, stack.scale.shape[1], part.channels), channels_last)
         else:
             scale = pl.BlockSpec((stack.scale_rows, part.channels), tile_of_layers)
-        operands.append(Operand(stack.scale, scale, stack.out * stack.scale_bytes, stacked))
+        operands.append(Operand(stack.scale, scale, stack.out * stack.scale_bytes, weight=True))
     return operands
 
 
@@ -467,7 +467,7 @@ def _table_rows(ids: jax.Array, table: jax.Array, slab: int) -> jax.Array:
         row = jnp.sum(jnp.where(wanted, rows[...].astype(jnp.float32), 0.0), axis=0, keepdims=True)
         out[pl.ds(t % block, 1), :] = row
 
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -480,7 +480,8 @@ def _table_rows(ids: jax.Array, table: jax.Array, slab: int) -> jax.Array:
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=moved + 4 * tokens * width),
         metadata={"reads": f"0,{moved}", "writes": str(4 * tokens * width)},
         name="umbra_embed",
-    )(ids.astype(jnp.int32), table)
+    )
+    return jax.jit(lambda ids, table: call(ids, _in_hbm(table)), inline=True)(ids.astype(jnp.int32), table)
 
 
 def _linear_kernel(p: Plan, rows: Rows, has_residual: bool, layer: Any, *refs: Any) -> None:

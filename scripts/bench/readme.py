@@ -320,22 +320,40 @@ def machine(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def tpu(reports: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table of the step programs."""
+    """A Markdown table of the decode programs: a line for each model, topology and number of sequences."""
     rows = [
-        "| model, topology, mesh | program | GiB a chip | MB moved, over the least | bound | tokens/s at most |",
+        "| model, topology, mesh | sequences a chip | decode | decode_n, a pass | drafting pass "
+        "| tokens/s a chip, 1 / 5 tokens a pass |",
         "|---|---|---|---|---|---|",
     ]
     for report in reports:
+        settings = report["settings"]
         mesh = ", ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
+        quant = "" if settings["quant"] == "none" else f" {settings['quant']}"
+        of: dict[int, dict[str, Any]] = {}
         for row in report["programs"]:
-            if row["kind"] not in ("prefill", "decode", "decode_n"):
+            of.setdefault(row["sequences"], {})[row["kind"]] = row
+        for sequences, kinds in sorted(of.items()):
+            decode, loop, verify = (kinds.get(kind) for kind in ("decode", "decode_n", "verify"))
+            if decode is None:
                 continue
             rows.append(
-                f"| {report['model']}, {report['topology']}, {mesh} | {row['name']} | {row['hbm_bytes'] / 2**30:.2f} "
-                f"| {row['bytes_accessed'] / 1e6:,.0f}, {row['bytes_ratio']:.2f}x | {row['bound_s'] * 1e3:.2f} ms "
-                f"| {row['predicted_tok_s']:,.0f} |"
+                f"| {report['model']}{quant}, {report['topology']}, {mesh} | {sequences} | {_moved(decode)} "
+                f"| {_moved(loop, settings['decode_steps'])} | {_moved(verify)} "
+                f"| {decode['predicted_tok_s_chip']:,.0f} / {_at_five(verify)} |"
             )
     return "\n".join(rows)
+
+
+def _moved(row: dict[str, Any] | None, passes: int = 1) -> str:
+    """Bytes over the least and the time of a pass."""
+    return "-" if row is None else f"{row['bytes_ratio']:.2f}x, {row['bound_s'] / passes * 1e3:.2f} ms"
+
+
+def _at_five(verify: dict[str, Any] | None) -> str:
+    """Tokens per second and chip when a pass brings every sequence five tokens."""
+    accepted = () if verify is None else verify["accepted"]
+    return next((f"{a['tok_s_chip']:,.0f}" for a in accepted if a["tokens_per_pass"] == 5), "-")
 
 
 RENDER: dict[str, Callable[[dict[str, Any]], str]] = {

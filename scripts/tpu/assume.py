@@ -19,6 +19,7 @@ from ...configs.engine import BLOCK, EngineConfig
 from ...configs.trunk import LOCAL, TrunkConfig
 from ...kernels.attention import GROUP, KVFormat, reference, tpu, tpu_sizes
 from ...kernels.draft import SHADOW_PLACES
+from ...kernels.draft.reference import NOISE
 from ...model.params import param_specs
 from ...serving.engine.drafting import Drafter
 from ...serving.engine.programs import COPY_BLOCKS, Program
@@ -90,7 +91,7 @@ class Load:
         loops, branches = self._loops(program), self._branches(program)
         kernels = {tpu.NAME: self.attention(program, mesh, chip)}
         return Assume(
-            loop=lambda source, op_name: loops.get(source),
+            loop=lambda source, op_name: loops.get(NOISE if f"/{NOISE}/" in op_name else source),
             branch=lambda source, op_name: branches.get(source),
             kernel=kernels.get,
         )
@@ -107,6 +108,8 @@ class Load:
             "reference.py:_attend_tiles": (self.tiles(program), "all slots are taken"),
             "reference.py:_largest_key": (31, "a binary search over 31 bits takes its longest"),
             "reference.py:_attend_group": (self.spans, f"{self.tokens} tokens are in the KV cache of every sequence"),
+            "tpu.py:once": (1, "every slot seeks a match for every token, and asks the shadow"),
+            NOISE: (int(self.sampling != "greedy"), _GREEDY if self.sampling == "greedy" else _SAMPLED),
             "reference.py:draft": (drafted, f"{drafted} tokens are drafted for every slot"),
         }
 

@@ -111,11 +111,11 @@ def engine_jobs(target: Target, slots: int) -> list[Job]:
 
 
 def decode_jobs(target: Target, sequences: Sequence[int]) -> list[Job]:
-    """The decode pass of an engine for each number of sequences."""
+    """The decode programs of an engine for each number of sequences."""
     listed = []
     for slots in sequences:
         engine = target.engine(slots)
-        listed += [target.job(p, engine) for p in target.programs(engine) if p.kind == "decode"]
+        listed += [target.job(p, engine) for p in target.programs(engine) if p.kind in ("decode", "decode_n")]
     return listed
 
 

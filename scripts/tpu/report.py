@@ -18,7 +18,7 @@ from .chips import Chip
 LARGEST = 8
 """Operations listed by the bytes they move."""
 
-TOKENS_PER_PASS = (1.0, 2.0, 2.3, 3.0)
+TOKENS_PER_PASS = (1.0, 2.0, 2.3, 3.0, 5.0)
 """Tokens of a sequence that a pass with drafts is assumed to bring: none of the drafts accepted, or some."""
 
 Progress = Callable[[str, int, int], None]

@@ -220,26 +220,28 @@ class _Builder:
         return Program(name, kind, self.engine.slots, width, sharded, args, donate, named)
 
     def decode_n(self, passes: int) -> Program:
-        """Several decode passes; with KV on the chip where there is a place for it."""
-        plain = self.passes("decode_n", passes, prefill=False)
-        blocks = self._hot_blocks()
-        if not blocks:
-            return plain
-        c = self.config
-        hot = self.kv.pool(blocks, c.n_layers, c.n_kv_heads // self.mesh.shape["model"], c.head_dim)
-        staged = self.passes("decode_n", passes, prefill=False, hot_blocks=blocks)
-        return dataclasses.replace(staged, hot=tuple(x for x in hot if x is not None), fallback=plain)
+        """Several decode passes; with KV on the chip where there is a place for it: for a window as large as can be, or
+        else for half of that."""
+        program = self.passes("decode_n", passes, prefill=False)
+        c, most = self.config, self._hot_blocks()
+        for blocks in (most // 2, most):
+            if blocks < self.engine.slots:  # not one for each of them: at full load nothing would be staged
+                continue
+            hot = self.kv.pool(blocks, c.n_layers, c.n_kv_heads // self.mesh.shape["model"], c.head_dim)
+            staged = self.passes("decode_n", passes, prefill=False, hot_blocks=blocks)
+            program = dataclasses.replace(staged, hot=tuple(x for x in hot if x is not None), fallback=program)
+        return program
 
     def _hot_blocks(self) -> int:
-        """Blocks that stay on the chip."""
+        """Most blocks that stay on the chip."""
         if self.engine.hot_window == "off" or self.kernels.attention != "tpu":
             return 0
         from ...kernels.attention import tpu_hot, tpu_sizes
 
-        c = self.config
-        most = tpu_hot.capacity(
-            self.kv, c.n_layers, c.n_kv_heads // self.mesh.shape["model"], c.head_dim, tpu_sizes.chip_of(self.mesh)
-        )
+        c, chip = self.config, tpu_sizes.chip_of(self.mesh)
+        shadow = 0 if self.fixed.drafter is None else self.fixed.drafter.weights.chain_bytes  # whole on every chip
+        heads = c.n_kv_heads // self.mesh.shape["model"]
+        most = tpu_hot.capacity(self.kv, c.n_layers, heads, c.head_dim, chip, taken=shadow)
         return min(most, self.engine.slots * self.engine.table_width(c))
 
     def passes(self, kind: str, passes: int, *, prefill: bool, hot_blocks: int = 0) -> Program:

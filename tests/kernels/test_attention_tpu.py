@@ -444,4 +444,7 @@ def test_l1_mode_is_what_the_program_says() -> None:
     assert tpu_hot.l1_mode("tpu", loop % "", [array]) == "hbm"
     assert tpu_hot.l1_mode("tpu", loop % "S(1)" + "\n" + loop % "", [array]) == "hbm"
     assert tpu_hot.l1_mode("tpu", "no loop", [array]) == "hbm"
+    for move in ("copy-start", "slice-start"):  # out of the loop's own memory and back, in every pass
+        moved = "  %moved = (bf16[4,2,1,128,128]{4,3,2,1,0:T(8,128)(2,1)}, u32[]{:S(2)}) " + move + "(%kv)"
+        assert tpu_hot.l1_mode("tpu", loop % "S(1)" + "\n" + moved, [array]) == "hbm"
     assert tpu_hot.l1_mode("cpu", loop % "S(1)", [array]) == "cpu_pool"

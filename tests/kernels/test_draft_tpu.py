@@ -38,9 +38,9 @@ def test_drafts_of_both_backends(random_shadow: Callable, interpreted: None) -> 
     )  # fmt: skip
     weights = random_shadow(512, width)
     run = jax.jit(draft, static_argnames="backend")
-    expected = run(weights, inputs, backend="xla")
     wide = laid_out(weights, "tpu")
     assert wide.read.shape == (512, 128) and wide.head.shape[1] == 128
+    expected = run(wide, inputs, backend="xla")
     assert all(a is b for a, b in zip(laid_out(weights, "xla"), weights, strict=True))
     got = run(wide, inputs, backend="tpu")
     assert expected.length[2] == 0 and (expected.length[:2] > 1).all()

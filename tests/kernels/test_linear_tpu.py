@@ -286,3 +286,28 @@ def test_compiles_and_reads_weights_once(chip: str, form: str, uncached: None) -
     least = 2 * first + second + table.size * 2
     # On a v5p, whose two cores share no on-chip memory, activations go through HBM.
     assert 0.99 * least <= counted.bytes <= (1.06 if chip == "v5p" else 1.03) * least
+
+
+def test_a_table_of_tokens_stays_in_hbm(uncached: None) -> None:
+    """Of a table that rows are looked up in, and that is the head of several passes in a loop, tiles are fetched: the
+    whole of it would just fit the chip."""
+    pytest.importorskip("libtpu", reason="compiling for a TPU needs libtpu (x86-64 Linux)")
+    from umbra.scripts.tpu import hlo, traffic
+
+    vocabulary, width, rows, passes = 24576, 1024, 16, 4
+    whole = jax.sharding.NamedSharding(mesh_of("v5e"), jax.sharding.PartitionSpec())
+    table = jax.ShapeDtypeStruct((vocabulary, width), jnp.bfloat16, sharding=whole)
+    ids = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=whole)
+
+    def step(ids: jax.Array, table: jax.Array) -> jax.Array:
+        def one(_: jax.Array, ids: jax.Array) -> jax.Array:
+            x = tpu.embed(ids, table, n_rows=jnp.int32(rows))
+            return tpu.greedy_head(x, table, norm=None, n_rows=jnp.int32(rows), softcap=None)[0]
+
+        return jax.lax.fori_loop(0, passes, one, ids)
+
+    specs = jax.sharding.PartitionSpec()
+    sharded = jax.shard_map(step, mesh=mesh_of("v5e"), in_specs=specs, out_specs=specs, check_vma=False)
+    text = jax.jit(sharded).lower(ids, table).compile().as_text()
+    counted = traffic.count(hlo.parse(text))
+    assert counted.bytes == pytest.approx(passes * (vocabulary + 8 * rows) * width * 2, rel=1e-3)

@@ -64,6 +64,27 @@ def test_one_start() -> None:
     assert readme.start({"summary": {"umbra": {"start_s": 5.25}}}).startswith("**5.2 s** (one start")
 
 
+def test_tpu_programs_by_the_number_of_sequences() -> None:
+    def row(kind: str, sequences: int, **more: object) -> dict[str, object]:
+        figures = {"bytes_ratio": 1.04, "bound_s": 0.008, "predicted_tok_s_chip": 1000.0}
+        return {"kind": kind, "sequences": sequences, **figures, **more}
+
+    accepted = [{"tokens_per_pass": 1.0, "tok_s_chip": 900.0}, {"tokens_per_pass": 5.0, "tok_s_chip": 4500.0}]
+    report = {
+        "model": "llama-3.1-8b", "topology": "v5e:2x2", "mesh": {"data": 1, "model": 4},
+        "settings": {"quant": "int8", "decode_steps": 8},
+        "programs": [
+            row("prefill", 8), row("decode", 8), row("verify", 8, accepted=accepted), row("draft", 8),
+            row("decode_n", 8, bytes_ratio=0.98), row("decode", 1),
+        ],
+    }  # fmt: skip
+    assert readme.figures([report])["tpu"].splitlines()[3:] == [
+        "| llama-3.1-8b int8, v5e:2x2, data 1, model 4 | 1 | 1.04x, 8.00 ms | - | - | 1,000 / - |",
+        "| llama-3.1-8b int8, v5e:2x2, data 1, model 4 | 8 | 1.04x, 8.00 ms | 0.98x, 1.00 ms | 1.04x, 8.00 ms "
+        "| 1,000 / 4,500 |",
+    ]
+
+
 def test_a_missing_mark_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     page, report = tmp_path / "README.md", tmp_path / "decode.json"
     page.write_text("nothing here\n")
