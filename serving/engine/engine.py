@@ -537,13 +537,13 @@ class Engine:
         return True
 
     def _make_way(self, seq: Sequence) -> bool:
-        """Pause a long answer for a sequence that waits, if no slot has become free for a while."""
-        if time.monotonic() < self._last_admitted + MAKE_WAY_AFTER or all(s.longest() is None for s in self.shards):
+        """Pause a longer answer for a sequence that waits, if no slot has become free for a while."""
+        if time.monotonic() < self._last_admitted + MAKE_WAY_AFTER or all(s.longer(seq) is None for s in self.shards):
             return False
         self._last_admitted = time.monotonic()  # also when nothing comes of it: not again at once
         self._read()  # may end sequences; and a sequence in flight cannot be paused
         for shard in self.shards:
-            if (longest := shard.longest()) is not None:
+            if (longest := shard.longer(seq)) is not None:
                 self._pause(shard, longest)
                 return self._admit(seq, [shard])
         return False

@@ -160,12 +160,13 @@ class Shard:
         """The running sequence to pause: the one admitted last."""
         return self.running[-1]
 
-    def longest(self) -> Sequence | None:
-        """The running answer that can make way for somebody who waits: the longest, if it is `LONG` and nobody is
-        paused already."""
+    def longer(self, waiting: Sequence) -> Sequence | None:
+        """The running answer that can make way for one that waits: the longest, if it is `LONG` and has had more than
+        that one asks for, and nobody is paused already."""
         if self.free_slots or self.paused:
             return None
-        long = (seq for seq in self.running if seq.phase is Phase.DECODE and len(seq.generated) >= LONG)
+        least = max(LONG, waiting.size)
+        long = (seq for seq in self.running if seq.phase is Phase.DECODE and len(seq.generated) >= least)
         return max(long, key=lambda seq: len(seq.generated), default=None)
 
     # ---- published blocks
