@@ -13,7 +13,7 @@ from starlette.websockets import WebSocket
 
 from .errors import ApiError, bad_request
 from .interaction_errors import interaction_error
-from .interaction_schemas import InteractionBody
+from .interaction_schemas import InteractionBody, parse
 from .interactions import API, new_call, revive
 from .run import Run
 from .service import Service
@@ -80,6 +80,7 @@ class InteractionSession:
         self._body = {name: event[name] for name in allowed if event.get(name) is not None}
         if unknown := sorted(event.keys() - {*allowed, "event_type"}):
             raise bad_request(f"Unknown name {unknown[0][:60]!r}: cannot find field", unknown[0][:60], "unknown_field")
+        parse(InteractionBody, self._body)  # refused here, not when something is said
         self.id = self._body.pop("previous_interaction_id", None) or ""
         await self._socket.send(frame({"event_type": "interaction.created", "interaction_id": self.id}))
 
@@ -110,7 +111,7 @@ class InteractionSession:
     async def _input(self, event: dict[str, Any]) -> None:
         content = event.get("content")
         await self._finish_speaking()
-        body = InteractionBody.model_validate({**self._body, "input": content if content is not None else []})
+        body = parse(InteractionBody, {**self._body, "input": content if content is not None else []})
         body.previous_interaction_id = self.id or None
         body.stream = True
         call = await new_call(self._service, self._socket.tenant, body)

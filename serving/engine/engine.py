@@ -52,7 +52,7 @@ from .request import (
     Sink,
     TokenLogprob,
 )
-from .scheduler import Layers, Plan, Shard, Turns
+from .scheduler import MAKE_WAY_AFTER, Layers, Plan, Shard, Turns
 from .sequence import Grown, Phase, Sequence, blocks_for
 from .state import StepResult, fill_row
 from .tiers import Tiers
@@ -161,7 +161,7 @@ class Engine:
         self._compiled_at_ready = 0
         self._reported_compilations = 0
         self._steps = self._preemptions = 0
-        self._last_read = 0.0
+        self._last_read = self._last_admitted = 0.0
         self._service_time = 1.0  # seconds a request holds a slot, moving average
 
     def _new_shards(self) -> None:
@@ -238,7 +238,7 @@ class Engine:
 
         `principal` is whom the server has authenticated: KV is shared among the requests of one. `keep` says what of
         the request's KV may outlive it. Principals that wait are admitted in turn, as if they had waited some seconds
-        more (or less) for each step of `priority`.
+        more (or less) for each step of `priority`; among those of one, short answers wait less than long ones.
 
         Raises `QueueFull`, `PromptTooLong`, `EngineStopped`, or `ValueError` for token ids outside the vocabulary.
         """
@@ -255,6 +255,7 @@ class Engine:
                 slots = self.config.slots * len(self.shards)
                 raise QueueFull(waiting, max(1.0, waiting * self._service_time / slots))
             served = self._service_time / (self.config.slots * len(self.shards))
+            seq.flow = (principal, priority)
             seq.turn = self._turns.turn(principal, priority, seq.submitted, served)
             self._by_id[seq.id] = seq
             self._incoming.append(seq)
@@ -513,21 +514,39 @@ class Engine:
 
     def _admit_waiting(self) -> None:
         while self._waiting:
-            seq = min(self._waiting, key=lambda waiting: waiting.turn)
+            seq = Turns.first(self._waiting, time.monotonic())
             # Paused sequences were here first; their shard takes nobody new before they are back.
             open_shards = [s for s in self.shards if s.free_slots and not s.paused]
             best = sorted(open_shards, key=lambda s: (-s.known_tokens(seq), -len(s.free_slots), s.index))
-            if not any(shard.admit(seq) for shard in best):
+            if not (self._admit(seq, best) or self._make_way(seq)):
                 break
-            self._waiting.remove(seq)
-            seq.admitted = time.monotonic()
-            self._set_slot(seq)
-            if self._tiers is not None and not seq.params.embed:
-                self._tiers.look_up(seq)
         if self._tiers is not None:
             for seq in heapq.nsmallest(self.config.slots, self._waiting, key=lambda waiting: waiting.turn):
                 if not seq.expected:
                     self._tiers.expect(seq, max(shard.known_tokens(seq) for shard in self.shards))
+
+    def _admit(self, seq: Sequence, shards: list[Shard]) -> bool:
+        """Start a sequence that waits in the first of `shards` that has room for it; False: none has."""
+        if not any(shard.admit(seq) for shard in shards):
+            return False
+        self._waiting.remove(seq)
+        seq.admitted = self._last_admitted = time.monotonic()
+        self._set_slot(seq)
+        if self._tiers is not None and not seq.params.embed:
+            self._tiers.look_up(seq)
+        return True
+
+    def _make_way(self, seq: Sequence) -> bool:
+        """Pause a longer answer for a sequence that waits, if no slot has become free for a while."""
+        if time.monotonic() < self._last_admitted + MAKE_WAY_AFTER or all(s.longer(seq) is None for s in self.shards):
+            return False
+        self._last_admitted = time.monotonic()  # also when nothing comes of it: not again at once
+        self._read()  # may end sequences; and a sequence in flight cannot be paused
+        for shard in self.shards:
+            if (longest := shard.longer(seq)) is not None:
+                self._pause(shard, longest)
+                return self._admit(seq, [shard])
+        return False
 
     def _set_slot(self, seq: Sequence) -> None:
         """Send the sequence's row to its slot."""

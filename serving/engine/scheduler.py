@@ -2,7 +2,8 @@
 
 Order of service: running answers first (one token each), then prompts in the order they were admitted (as many tokens
 as fit the chunk), then paused sequences, then the waiting queue. A sequence that needs a block when none is free pauses
-the one admitted last; its KV is copied out, never recomputed.
+the one admitted last, and a long answer makes way for somebody who waits when no slot has become free for a while; KV
+is copied out, never recomputed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -23,6 +25,12 @@ from .state import StepInput
 Layers = tuple[int, ...] | None
 """The layers that a step runs; None: all."""
 
+
+MAKE_WAY_AFTER = 0.5
+"""Seconds without a free slot after which a long answer makes way, one at a time: it goes on when there is one."""
+
+LONG = 16
+"""Tokens that an answer has had before it may have to make way."""
 
 PRIORITY_SECONDS = 15.0
 """A step of priority is worth so many seconds of waiting, so nobody waits for ever."""
@@ -44,6 +52,16 @@ class Turns:
             self._next = {key: at for key, at in self._next.items() if at > now}
         self._next[who] = begin + seconds
         return begin - PRIORITY_SECONDS * priority
+
+    @staticmethod
+    def first(waiting: Iterable[Sequence], now: float) -> Sequence:
+        """Who is admitted next: of the principal whose turn it is, whoever has waited longest for what it asks for
+        (highest response ratio next, Brinch Hansen 1971). So a short answer does not wait behind many long ones, and
+        those of one size are served in the order sent. It takes the turn of the one that it passes."""
+        due = min(waiting, key=lambda seq: seq.turn)
+        first = max((seq for seq in waiting if seq.flow == due.flow), key=lambda seq: (now - seq.submitted) / seq.size)
+        due.turn, first.turn = first.turn, due.turn
+        return first
 
 
 @dataclasses.dataclass
@@ -141,6 +159,15 @@ class Shard:
     def victim(self) -> Sequence:
         """The running sequence to pause: the one admitted last."""
         return self.running[-1]
+
+    def longer(self, waiting: Sequence) -> Sequence | None:
+        """The running answer that can make way for one that waits: the longest, if it is `LONG` and has had more than
+        that one asks for, and nobody is paused already."""
+        if self.free_slots or self.paused:
+            return None
+        least = max(LONG, waiting.size)
+        long = (seq for seq in self.running if seq.phase is Phase.DECODE and len(seq.generated) >= least)
+        return max(long, key=lambda seq: len(seq.generated), default=None)
 
     # ---- published blocks
 

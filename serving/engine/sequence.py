@@ -18,6 +18,12 @@ from .prediction import came_true
 from .request import SOURCES, Emission, FinishReason, Keep, SamplingParams, Sink, Timings, TokenLogprob, Usage
 from .thoughts import Channels, ThoughtEnd
 
+USUAL_ANSWER = 256
+"""Tokens of an answer, at most, for the order of those who wait."""
+
+PROMPT_TOKENS = 8
+"""Prompt tokens that take about as long as a token of an answer."""
+
 
 class Phase(enum.Enum):
     WAITING = "waiting"  # in the queue, holds nothing
@@ -57,7 +63,8 @@ class Sequence:
     identity: Identity  # whose blocks, and computed by what
     sources: int  # where its drafts may come from, 0: nowhere
     keep: Keep = "blocks"
-    turn: float = 0.0  # who waits for a slot is admitted in ascending order of this (`Turns`)
+    flow: tuple[str, int] = ("", 0)  # principal and priority: the requests among which it takes turns (`Turns`)
+    turn: float = 0.0  # flows that wait for a slot are served in ascending order of this
     guide: Guide | None = None  # through its grammar
     submitted: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -99,6 +106,11 @@ class Sequence:
     def width(self) -> int:
         """Tokens that one pass can add to it."""
         return 1 + MAX_DRAFT if self.sources or self.params.thinking is not None else 1
+
+    @property
+    def size(self) -> float:
+        """What it asks for, in tokens of an answer. Most answers end before a distant limit."""
+        return min(self.limit - len(self.prompt) + 1, USUAL_ANSWER) + len(self.prompt) / PROMPT_TOKENS
 
     @property
     def cached(self) -> int:

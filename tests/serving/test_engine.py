@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -300,6 +301,50 @@ def test_principals_are_admitted_in_turn() -> None:
     for i in range(3000):
         turns.turn(str(i), 0, 2000.0 + i, 1.0)
     assert len(turns._next) < 1100
+
+
+def test_who_waits_waits_for_as_long_as_it_asks_for() -> None:
+    """Among the requests of one principal; in the order sent among equals, and never at another's expense."""
+
+    def waiting(turn: float, submitted: float, size: int, principal: str = "a") -> SimpleNamespace:
+        return SimpleNamespace(turn=turn, submitted=submitted, size=size, flow=(principal, 0))
+
+    def order(queue: list[SimpleNamespace], now: float) -> list[SimpleNamespace]:
+        out = []
+        while queue:
+            out.append(Turns.first(queue, now))
+            queue.remove(out[-1])
+        return out
+
+    long = [waiting(float(i), 0.0, 256) for i in range(3)]
+    short, other = waiting(3.0, 9.0, 4), waiting(0.5, 9.5, 500, "b")
+    assert order([*long, short, other], 10.0) == [short, other, *long], "the other keeps its place"
+    assert order([*long, waiting(3.0, 9.99, 4)], 10.0)[:3] == long, "it must have waited for its share"
+
+
+def test_long_answers_that_hold_all_slots_make_way(tiny_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd of one principal keeps a newcomer of the same waiting for a moment only, and loses nothing by it."""
+    monkeypatch.setattr("umbra.serving.engine.engine.MAKE_WAY_AFTER", 0.05)
+    ends: dict[str, Emission] = {}
+    texts: dict[str, list[int]] = {}
+
+    def sink(pairs: Sequence[tuple[str, Emission]]) -> None:
+        for name, emission in pairs:
+            texts.setdefault(name, []).extend(emission.token_ids)
+            if emission.finish_reason is not None:
+                ends[name] = emission
+
+    crowd = SamplingParams(max_tokens=900, ignore_eos=True)
+    alone = one(tiny_engine, max_tokens=900, ignore_eos=True).token_ids
+    before = tiny_engine.stats().preemptions
+    names = [tiny_engine.submit(PROMPT, crowd, sink=sink) for _ in range(3 * tiny_engine.config.slots)]
+    for _ in range(3):
+        answer = one(tiny_engine, max_tokens=2)
+        assert answer.finish_reason == "max_tokens" and not ends, "the newcomer has waited for the crowd"
+    assert tiny_engine.stats().preemptions > before
+    wait_idle(tiny_engine, 120)
+    assert all(tuple(texts[name]) == alone for name in names)
+    tiny_engine.check()
 
 
 def test_bursts_with_random_cancels_leak_nothing(tiny_engine: Engine) -> None:

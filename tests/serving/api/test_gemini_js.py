@@ -1,33 +1,13 @@
-"""Google's JavaScript client, where Node and the client are installed."""
+"""Google's JavaScript client, where there is Node."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-from pathlib import Path
-
-import pytest
-
 from umbra.serving.engine import Emission
 
-SCRIPT = Path(__file__).parent / "js" / "gemini.mjs"
-
-
-def client_module() -> Path | None:
-    """The client in `$NODE_PATH`, or in a `node_modules` folder beside the tests or above them."""
-    folders = [Path(part) for part in os.environ.get("NODE_PATH", "").split(os.pathsep) if part]
-    folders += [folder / "node_modules" for folder in Path(__file__).resolve().parents]
-    found = (folder / "@google" / "genai" / "dist" / "node" / "index.mjs" for folder in folders)
-    return next((file for file in found if file.is_file()), None)
+from .javascript import GOOGLE, run
 
 
 def test_the_javascript_client(api, make_answer):
-    node, module = shutil.which("node"), client_module()
-    if node is None or module is None:
-        pytest.skip("needs node, and npm install @google/genai in a folder that NODE_PATH names")
-
     def plan(prompt, params):
         line = bytes(prompt).decode().splitlines()[-1]
         if line == "user: fail":
@@ -35,9 +15,7 @@ def test_the_javascript_client(api, make_answer):
         return make_answer(f"re {line} 🎉")
 
     api.engine.plan = plan
-    done = subprocess.run([node, SCRIPT, module, api.url], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    out = json.loads(done.stdout)
+    out = run("gemini.mjs", GOOGLE, api.url)
 
     text, prompt = "re user: Hi 🎉", len("user: Hi\n")
     for version in ("v1", "v1beta", "v1alpha"):

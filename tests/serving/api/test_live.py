@@ -420,13 +420,24 @@ def test_interaction_socket(api):
             kinds.append(wire.next()["event_type"])
     assert api.client.get(f"/v1/interactions/{id}").json()["status"] == "cancelled"
     for given, code in (({"event_type": "interaction.connect", "id": "none"}, 1008), ({"event_type": "x"}, 1007),
-                        ({"event_type": "input", "content": []}, 1007)):  # fmt: skip
+                        ({"event_type": "input", "content": []}, 1007),
+                        ({"event_type": "interaction.create", "model": 5}, 1007),
+                        ({"event_type": "interaction.create", "model": "fake", "previous_interaction_id": []}, 1007),
+                        ({"event_type": "interaction.create", "model": "fake", "tools": 5}, 1007)):  # fmt: skip
         with Wire(api, path) as wire:
             wire.send(**given)
             assert wire.next()["event_type"] == "error"
             with pytest.raises(ConnectionClosed) as closed:
                 wire.next()
             assert closed.value.rcvd.code == code
+
+
+def test_a_turn_of_the_wrong_type_is_refused(api):
+    with Wire(api, "/v1/interactions/live") as wire:
+        wire.send(event_type="interaction.create", model="fake")
+        wire.next()
+        wire.send(event_type="input", content=5)
+        assert wire.next()["error"]["code"] == "invalid_request"
 
 
 def test_many_frames_at_once_from_a_slow_reader(api):

@@ -1,29 +1,19 @@
-"""What is stored and what has a session, with the JavaScript clients, where Node and they are installed."""
+"""What is stored and what has a session, with the JavaScript clients, where there is Node."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from umbra.serving.engine import Emission
 
-SCRIPTS = Path(__file__).parent / "js"
+from .javascript import GOOGLE, OPENAI, run
 
 
-def run(script, api, *entries):
-    """The script's answer; `entries`: where the client's module may be in a `node_modules` folder."""
-    folders = [Path(part) for part in os.environ.get("NODE_PATH", "").split(os.pathsep) if part]
-    folders += [folder / "node_modules" for folder in Path(__file__).resolve().parents]
-    module = next((folder / entry for folder in folders for entry in entries if (folder / entry).is_file()), None)
-    node = shutil.which("node")
-    if node is None or module is None:
-        pytest.skip("needs node, and npm install @google/genai openai in a folder that NODE_PATH names")
+@pytest.fixture
+def url(api):
+    """Of a server that echoes."""
 
     def plan(prompt, params):
         line = bytes(prompt).decode().splitlines()[-1]
@@ -32,13 +22,11 @@ def run(script, api, *entries):
         return [*(Emission(c, tuple(c.encode())) for c in f"re {line}"), Emission("", finish_reason="stop_token")]
 
     api.engine.plan = plan
-    done = subprocess.run([node, SCRIPTS / script, module, api.url], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return api.url
 
 
-def test_google(api):
-    out = run("stored.mjs", api, "@google/genai/dist/node/index.mjs")
+def test_google(url):
+    out = run("stored.mjs", GOOGLE, url)
     prompt = len("user: one\nre user: one\nuser: two\n")
     assert out["whole"] == ["re user: one", "re user: two", "completed", prompt + len("re user: two")]
     assert out["streamed"]["text"] == "re user: three" and out["streamed"]["kinds"][0] == "interaction.created"
@@ -56,8 +44,8 @@ def test_google(api):
     assert out["badLive"] == 1008
 
 
-def test_openai(api):
-    out = run("responses.mjs", api, "openai/index.mjs")
+def test_openai(url):
+    out = run("responses.mjs", OPENAI, url)
     assert out["texts"] == ["re user: one", "re user: two"] and out["text"] == "re user: three"
     assert out["numbers"] and out["last"] == "response.completed"
     assert out["cancelled"] == ["in_progress", "cancelled"] and out["gone"] == 404

@@ -94,10 +94,13 @@ function live(model, words) {
         onerror: () => {},
       },
     });
-    started.then((one) => {
-      session = one;
-      say();
-    });
+    started.then(
+      (one) => {
+        session = one;
+        say();
+      },
+      () => {}, // from 3.x on, a session that is refused also fails here
+    );
   });
 }
 
