@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 
-READY_BYTES = 16 * 2**20
+READY_BYTES = 32 * 2**20
 """What is touched at the start, so that the first blocks find it,"""
-READY = 16
+READY = 32
 """and at most so many buffers."""
 
 

@@ -15,12 +15,12 @@ import sqlite3
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from .keys import pack_tokens
 
@@ -167,7 +167,7 @@ def row_crc(*values: Any) -> int:
             data = struct.pack("<d", value)
         else:
             data = value if isinstance(value, bytes) else str(value).encode()
-        crc = zlib.crc32(data, zlib.crc32(f"{type(value).__name__} {len(data)};".encode(), crc))
+        crc = crc32(data, crc32(f"{type(value).__name__} {len(data)};".encode(), crc))
     return crc
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
+from isal.isal_zlib import crc32
 
 from .index import Entry
 from .keys import BlockInfo
@@ -43,7 +42,7 @@ class MemoryTier(Tier[int]):
         held = np.empty(entry.payload_bytes, np.uint8) if buffer is None else buffer[: entry.payload_bytes]
         held[:] = self._slab[entry.place, : entry.payload_bytes]
         payload = held.data
-        if zlib.crc32(padding(entry.payload_bytes), zlib.crc32(payload)) != entry.crc:
+        if crc32(padding(entry.payload_bytes), crc32(payload)) != entry.crc:
             raise Damaged("checksum", "host memory")
         return payload
 

@@ -13,12 +13,12 @@ import errno
 import os
 import struct
 import tempfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from .record import ALIGN, HEADER, MAGIC, Damaged, Header, Kind, Place, decode, encode, padded, padding, record_bytes
 
@@ -69,7 +69,7 @@ class Segment:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             body = _START.pack(_START_MAGIC, _VERSION, store, number).ljust(ALIGN - 4, b"\0")
-            _write_all(fd, [body, struct.pack("<I", zlib.crc32(body))], 0)
+            _write_all(fd, [body, struct.pack("<I", crc32(body))], 0)
             os.fsync(fd)
             _sync_folder(folder)
         except OSError:
@@ -85,7 +85,7 @@ class Segment:
         fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             start = os.pread(fd, ALIGN, 0)
-            if len(start) < ALIGN or struct.unpack_from("<I", start, ALIGN - 4)[0] != zlib.crc32(start[: ALIGN - 4]):
+            if len(start) < ALIGN or struct.unpack_from("<I", start, ALIGN - 4)[0] != crc32(start[: ALIGN - 4]):
                 raise Foreign(f"{path.name} does not begin like a segment")
             magic, version, owner, number = _START.unpack_from(start)
             if (magic, version, owner) != (_START_MAGIC, _VERSION, store) or path.name != cls.file_name(number):

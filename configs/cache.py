@@ -33,7 +33,7 @@ class CacheConfig:
     """The object store takes no more blocks beyond this; removing old ones is its own life cycle's work."""
     readers: int = 4
     """Threads that read and verify blocks."""
-    load_bytes: int = 64 * MIB
+    load_bytes: int = 32 * MIB
     """Blocks that are read ahead of the engine, of one request."""
     hot_tokens: int = 2048
     """Of what a request has found, the last ones, which are brought up before the others."""

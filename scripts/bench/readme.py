@@ -7,7 +7,8 @@ the reports of compile_tpu.py together as `tpu`. Figures that no report is given
 several marks: `decode` with --busy also `busy`, with several categories `drafts`, `passes` also `context`, `kernels`
 also `walk`, `quality` also `embedding`, `serve` also `start`, `levels` also `layers`. A `batch` of other than 8 streams
 fills `batch16` (or whatever their number is), a `decode` of other prompts `decode:NAME` and `drafts:NAME`, NAME being
-that of the prompt file without its ending.
+that of the prompt file without its ending, a scenario of `serve` `serve:SCENARIO`, a `soak` of another model than the
+default `soak:MODEL`.
 A void report is refused.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from ...configs.prompt_sets import DEFAULT
 from . import drafts, levels
+from . import readme_served as served
 from .machine import WIDEST
 
 README = Path(__file__).parents[2] / "README.md"
@@ -78,6 +80,10 @@ def _mark(report: dict[str, Any]) -> str:
     sequences, prompts = settings.get("sequences", 8), Path(settings.get("prompts", DEFAULT)).stem
     if report["bench"] == "decode" and prompts != DEFAULT.stem:
         return f"decode:{prompts}"
+    if report["bench"] == "serve" and settings.get("scenario", "arrivals") != "arrivals":
+        return f"serve:{settings['scenario']}"
+    if report["bench"] == "soak" and report["model"] != "smollm2":
+        return f"soak:{report['model']}"
     return f"batch{sequences}" if report["bench"] == "batch" and sequences != 8 else str(report["bench"])
 
 
@@ -300,9 +306,11 @@ def percentiles(entry: dict[str, Any], figure: str) -> str:
     return " / ".join("-" if value is None else f"{value:,.0f}" for value in values) + " ms"
 
 
-def start(report: dict[str, Any]) -> str:
+def start(report: dict[str, Any]) -> str | None:
     """Two starts with a cache of their own, or one with the user's."""
     ours = report["summary"]["umbra"]
+    if "start_s" not in ours and "second_start_s" not in ours:
+        return None
     if "second_start_s" not in ours:
         return f"**{ours['start_s']:.1f} s** (one start, with whatever was compiled before)"
     return f"**{ours['second_start_s']:.1f} s** (the first, with nothing compiled: {ours['first_start_s']:.1f} s)"
@@ -360,7 +368,7 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode": speeds,
     "prefill": speeds,
     "batch": streams,
-    "serve": serving,
+    "serve": lambda report: (serving if "requests_s" in report["summary"]["umbra"] else served.scenario)(report),
     "passes": widths,
     "kernels": operations,
     "quality": agreement,
@@ -369,6 +377,11 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "flat": evenness,
     "skips": skipping,
     "relax": relaxing,
+    "resume": served.resuming,
+    "cache": served.tiers,
+    "simulate": served.simulated,
+    "soak": served.soaked,
+    "schema": served.in_form,
 }
 ALSO: dict[str, dict[str, Callable[[dict[str, Any]], str | None]]] = {
     "decode": {"busy": busy, "drafts": drafting},

@@ -19,7 +19,6 @@ import logging
 import secrets
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
+from isal.isal_zlib import crc32
 from jax.sharding import Mesh
 
 from ...cache.keys import Namespaces
@@ -751,7 +751,7 @@ def _grown(
         tokens=[int(result.tokens[n, column, w]) for n, w in at],
         sources=[int(result.sources[n, column, w]) for n, w in at],
         logprobs=[] if n_logprobs is None else [_logprob(result, n, column, w, n_logprobs) for n, w in at],
-        digests=[] if logits is None else [zlib.crc32(row.tobytes()) for row in logits[rows]],
+        digests=[] if logits is None else [crc32(row.tobytes()) for row in logits[rows]],
         features=None if hidden is None else hidden[rows].astype(np.float16),
         passes=len(set(at[:, 0].tolist())),
         drafted=int(result.drafted[:, column].sum()),

@@ -191,3 +191,57 @@ def test_quality_and_embeddings_are_tables() -> None:
     assert "| umbra | 98.1 % | 1.7000 (+0.30 %) | w, 96 MB |" in made["quality"]
     assert "4096" not in made["quality"] and "3,000 tokens" in made["quality"]
     assert "| 4096:int8,int4 | 97.9 % | 1.7000 (+0.50 %) | 19.0 | 11.0 |" in made["embedding"]
+
+
+def served(bench: str, summary: dict, **more: object) -> dict:
+    return {**DECODE, "bench": bench, "model": "smollm2", "ratio": {}, "summary": summary, **more}
+
+
+def test_scenarios_of_the_server() -> None:
+    def at(clients: int) -> dict[str, float]:
+        first = {f"ttft{p}_ms@{clients}": 10.0 * clients for p in ("", "_p90", "_p95", "_p99")}
+        between = {f"between{p}_ms@{clients}": 7.0 for p in ("", "_p90", "_p99")}
+        return {**first, **between, f"requests_s@{clients}": 1.5, f"tok_s@{clients}": 321.4}
+
+    ours = {**at(1), **at(100), "errors": 0.0, "tok_s": 321.4}
+    settings = {"rounds": 1, "scenario": "concurrent", "clients": [1, 100]}
+    made = readme.figures([served("serve", {"umbra": ours}, settings=settings)])
+    assert made["serve:concurrent"].splitlines()[-1] == (
+        "| 100 | umbra | 1,000 / 1,000 / 1,000 / 1,000 ms | 7 / 7 / 7 ms | 1.50 | 321 | 0 |"
+    )
+    assert "start" not in made
+    summary = {"umbra": {"ttft_ms@5": 20.0, "ttft_ms@20": 22.5, "flat": 1.125}, "llama.cpp": {"ttft_ms@5": 40.0,
+               "ttft_ms@20": 41.0}}  # fmt: skip
+    made = readme.figures([served("serve", summary, settings={"rounds": 1, "scenario": "questions"})])
+    assert made["serve:questions"] == (
+        "umbra: 20.0 / 22.5 ms; llama.cpp: 40.0 / 41.0 ms for 5 / 20 words; the slowest is 1.12x the fastest"
+    )
+    summary = {"umbra": {"tok_s@1": 97.0, "tok_s@32": 460.0, "ttft_more_ms": 2.25}, "engine": {"tok_s@1": 100.0,
+               "tok_s@32": 500.0}}  # fmt: skip
+    settings = {"rounds": 1, "scenario": "overhead", "clients": [1, 32]}
+    made = readme.figures([served("serve", summary, settings=settings)])
+    assert made["serve:overhead"] == "tokens/s with 1 streams 0.97x, 32 streams 0.92x; first token +2.2 ms"
+    settings = {"rounds": 1, "scenario": "events", "rate": 4000}
+    made = readme.figures([served("serve", {"umbra": {"tok_s": 3900.0}}, settings=settings)])
+    assert made["serve:events"] == "**3,900 tokens/s** to one client of a source of 4,000"
+
+
+def test_the_cache_and_forms() -> None:
+    summary = {"umbra": {}, "disk": {"ttft_ms": 250.4, "over_uncached_ms": 120.0, "faster_than_recompute": 44.44}}
+    made = readme.figures([served("resume", summary, settings={"rounds": 3, "prompt_tokens": 8000})])
+    assert made["resume"].splitlines()[1:] == [
+        "| 8,000 tokens from | first token | over the uncached part alone | faster than recomputing |",
+        "|---|---|---|---|",
+        "| disk | 250 ms | +120 ms | 44.4x |",
+    ]
+    summary = {"umbra": {"requests": 1000, "cancelled": 210, "differing": 0}}
+    assert readme.figures([served("soak", summary)])["soak"].startswith("1,000 requests, 210 of them cancelled: 0 ")
+    assert "soak:tiny" in readme.figures([{**served("soak", summary), "model": "tiny"}])
+    summary = {"umbra": {"worst_error": 0.2}, "hits lru2": {"at_5000": 0.164}, "hits s3fifo": {"at_20000": 0.298}}
+    assert readme.figures([served("simulate", summary)])["simulate"] == (
+        "off by at most 20 % on this machine; hit ratio on the trace: device tier 0.164 at 5,000 blocks, memory tier "
+        "0.298 at 20,000 blocks"
+    )
+    summary = {"umbra": {"valid": 1.0, "rows": 300, "tok_s": 200.0}}
+    made = readme.figures([{**served("schema", summary), "ratio": {"umbra-free": 0.85}}])
+    assert made["schema"] == "100 % of 300 valid; 200 tokens/s, 0.85x free text"
