@@ -25,13 +25,13 @@ from .gemini_schemas import (
 from .json_schema import schema_grammar
 from .openai_options import TINY_TOP_P
 from .schema_dialect import json_schema
+from .schemas import MAX_TEMPERATURE
 from .service import Loaded, Service
 from .tool_calls import Mode, Tools, tool_format
 
 DEFAULT_TEMPERATURE = 1.0
 DEFAULT_TOP_P = 0.95
 DEFAULT_TOP_K = 64
-MAX_TEMPERATURE = 2.0
 
 _CONFIG = "generationConfig"
 

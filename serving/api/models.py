@@ -7,7 +7,8 @@ from typing import Any
 
 from .errors import model_not_found
 from .gemini import EMBEDDING, METHODS
-from .gemini_options import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, MAX_TEMPERATURE
+from .gemini_options import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P
+from .schemas import MAX_TEMPERATURE
 from .service import Loaded
 
 

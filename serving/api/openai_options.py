@@ -14,7 +14,7 @@ from ..engine.grammar import Grammar
 from ..engine.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, SamplingParams
 from .body import json_type
 from .errors import ApiError, bad_request, from_value_error, model_not_found, unsupported
-from .schemas import SamplingBody
+from .schemas import MAX_TEMPERATURE, SamplingBody
 from .service import Loaded, Service
 from .wishes import FIELDS, from_body
 
@@ -124,6 +124,9 @@ def sampling_params(
         raise out_of_range(max_name, 1, loaded.engine.context_length, max_tokens)
     if body.seed is not None and not -(2**63) <= body.seed < 2**64:
         raise bad_request(f"Invalid 'seed': expected 64 bits, but got {_short(body.seed)}.", "seed", "invalid_value")
+    if body.temperature is not None and body.temperature > MAX_TEMPERATURE:  # the engine would take more
+        message = f"Invalid 'temperature': decimal above maximum value. Expected a value <= {MAX_TEMPERATURE:g}."
+        raise bad_request(message, "temperature", "decimal_above_max_value")
     vocab = loaded.vocab_size
     try:
         return SamplingParams(

@@ -24,6 +24,10 @@ Array = Annotated[list[T], Field(fail_fast=True)]
 """A list whose check ends at the first element that does not fit: a body may hold millions."""
 
 
+MAX_TEMPERATURE = 2.0
+"""In all protocols; the engine takes more."""
+
+
 class StreamOptions(_Body):
     include_usage: bool | None = None
 

@@ -40,6 +40,7 @@ BAD_OPTIONS = [
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 1e308}, "temperature"),
     ({"temperature": [1]}, "temperature"),
+    ({"temperature": 2.5}, "temperature"),
     ({"top_p": -0.5}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -2}, "top_k"),
