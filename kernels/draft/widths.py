@@ -6,6 +6,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
+LEAST_GAIN = 1.04
+"""Drafts must promise so much more than none: of many odds the best ones tend to be those that are too high."""
+
+
 def widths(probability: Array, length: Array, active: Array, cost: Array, budget: Array) -> Array:
     """How many of its drafts each slot brings into the next pass, int32 [B].
 
@@ -13,7 +17,8 @@ def widths(probability: Array, length: Array, active: Array, cost: Array, budget
     slots that are `active` bool [B]. `cost` float32 [R + 1] is what a pass over n rows takes, in any unit (entry 0 is
     not read). A pass of n rows, one for each active slot and one per draft, is expected to give one token per active
     slot and for each draft the product of the probabilities up to it; the n with the most tokens per cost is taken, the
-    smallest of equal ones, n at most `budget` int32 [] and R. No drafts where the active slots alone are that many.
+    smallest of equal ones, n at most `budget` int32 [] and R. No drafts where the active slots alone are that many, or
+    the gain is less than `LEAST_GAIN`.
 
     (One request: algorithm 1 of DSpark, arXiv 2607.05147.) Products only fall along a chain, so the best drafts of all
     slots are always starts of chains.
@@ -32,6 +37,7 @@ def widths(probability: Array, length: Array, active: Array, cost: Array, budget
     possible = base + drafts <= jnp.minimum(budget, most_rows)
     per_cost = (base + gained) / cost[jnp.minimum(base + drafts, most_rows)]
     n = jnp.argmax(jnp.where(possible, per_cost, -jnp.inf))
+    n = jnp.where(per_cost[n] > jnp.float32(LEAST_GAIN) * per_cost[0], n, 0)
     chosen = jnp.zeros(value.shape, bool).at[order].set(drafts[:-1] < n)
     chosen = chosen.reshape(n_drafts, n_slots).T & there
     return jnp.sum(chosen, axis=1, dtype=jnp.int32)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umbra.kernels.draft import widths
+from umbra.kernels.draft.widths import LEAST_GAIN
 
 program = jax.jit(widths)
 
@@ -52,6 +53,9 @@ def test_no_choice_is_better(data):
         if sum(active) + sum(n) <= min(budget, rows)
     ]  # fmt: skip
     best = max(per_cost(n, probability, active, cost) for n in possible)
+    if not got.sum():
+        assert best <= LEAST_GAIN * per_cost([0] * slots, probability, active, cost) + 1e-5
+        return
     assert per_cost(got, probability, active, cost) >= best - 1e-5
     fewest = min(sum(n) for n in possible if per_cost(n, probability, active, cost) >= best - 1e-9)
     assert got.sum() <= fewest or per_cost(got, probability, active, cost) > best - 1e-5
@@ -68,6 +72,8 @@ def test_by_hand():
     assert choose(sure, [3, 3], [1, 1], steep).tolist() == [0, 0]
     assert choose([[1, 1, 0]], [3], [1], flat).tolist() == [2]  # what surely fails is not worth a row
     assert choose([[1, 1, 1]], [3], [1], [0, 1, 1.9, 2.9, 3]).tolist() == [3]  # across a step of the cost
+    assert choose([[1]], [1], [1], [0, 1, 1.95]).tolist() == [0]  # 2.6 % more
+    assert choose([[1]], [1], [1], [0, 1, 1.9]).tolist() == [1]  # 5.3 % more
 
 
 def test_what_is_not_there_does_not_count():

@@ -19,6 +19,7 @@ namespace {
 using ffi::DataType;
 
 constexpr int64_t kDrafts = 15, kWidth = kDrafts + 1;
+constexpr float kLeastGain = 1.04f;  // as in kernels/draft/widths.py
 
 // --- how many drafts go into the pass ---
 
@@ -86,14 +87,15 @@ class Gate {
     gained_.resize(n);
     running_sums(values_.data(), n, gained_.data());
     int64_t best = 0;
-    float largest = 0;
+    float largest = 0, without = 0;
     for (int64_t i = 0; i <= n && base + i <= std::min(budget, most); ++i) {
       const float per_cost = (static_cast<float>(base) + (i ? gained_[i - 1] : 0.0f)) / cost[base + i];
       if (i && !(per_cost > largest)) continue;
       largest = per_cost;
       best = i;
+      if (!i) without = per_cost;
     }
-    return best;
+    return largest > kLeastGain * without ? best : 0;
   }
 
   // More rows may be cheaper than fewer: then drafts without value go in as well, in their order.
