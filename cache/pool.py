@@ -9,7 +9,8 @@ A block is a number; its bytes live in the engine's arrays. At any moment it is 
 Invariants (`check` verifies them):
 
 * A published block is sealed: the engine never writes to it again. Its parent is published too, so that a chain is
-  always reachable from its head; leaves are evicted before what they continue.
+  always reachable from its head; leaves are evicted before what they continue. One that is only partly filled, a tail,
+  is a leaf.
 * A lookup takes its references at once, so that what it found cannot be evicted before it is used.
 * `allocate` gives all or nothing, and evicts exactly what is missing, in the order of LRU-2: blocks that one request
   has used go before those that several have.
@@ -20,6 +21,7 @@ Not thread-safe: it belongs to the engine thread. Operations cost O(1) per block
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,8 +29,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..configs.engine import BLOCK, NULL_BLOCK
-from .keys import pack_tokens, packed_block_key
+from .index import common_tokens
+from .keys import pack_tokens, packed_block_key, packed_tail_key
 from .policies import LRU2
+
+MOST_COMPARED = 64
+"""Blocks that a part is looked for in: all first blocks of a tenant have the same root."""
 
 
 @dataclass
@@ -38,6 +44,7 @@ class _Published:
     key: bytes
     packed: bytes  # its token ids, compared on every hit
     parent: int | None  # the block it continues, None for a first one
+    behind: bytes | None  # the key of that block, or the root of a first one, if it may be found in part
     children: int = 0  # published blocks that continue it
 
 
@@ -57,6 +64,7 @@ class BlockPool:
         self._holds = [0] * n_blocks
         self._published: dict[int, _Published] = {}
         self._by_key: dict[bytes, int] = {}
+        self._behind: dict[bytes, dict[int, None]] = {}  # key or root -> blocks that continue it
         self._cached = 0
         self._order: LRU2[bytes] = LRU2()  # of all published blocks, by key
 
@@ -118,16 +126,36 @@ class BlockPool:
             self._drop_hold(block)
 
     def publish(
-        self, block: int, key: bytes, tokens: Sequence[int] | np.ndarray, parent_key: bytes | None
+        self,
+        block: int,
+        key: bytes,
+        tokens: Sequence[int] | np.ndarray,
+        parent_key: bytes | None,
+        root: bytes | None = None,
     ) -> int | None:
-        """Make a sealed block findable; `parent_key` is the key of the block it continues, None for a first block.
+        """Make a sealed block findable; `parent_key` is the key of the block it continues, None for a first block,
+        which is found in part only if its `root` is given.
 
         Returns the block that is now found under `key`: `block` itself; or another one that was published with the
         same content before (the caller may keep its own, private, or share the other: `retain` it, then `release`
         its own); or None, with nothing published, if the parent is not published (any more) or other tokens have
         this key. The caller must hold a reference, and never write to a published block again.
         """
-        packed = self._pack(tokens)
+        return self._publish(block, key, self._pack(tokens), parent_key, root)
+
+    def publish_tail(
+        self, block: int, tokens: Sequence[int] | np.ndarray, parent_key: bytes | None, root: bytes
+    ) -> int | None:
+        """The same for a block of which only the first `tokens` are certain, and that nobody writes to any more: for
+        those whose prompts go on alike. Gives what `publish` gives."""
+        if not 0 < len(tokens) < self.block_size:
+            raise ValueError(f"a tail holds 1 to {self.block_size - 1} tokens, got {len(tokens)}")
+        packed = pack_tokens(tokens)
+        return self._publish(block, packed_tail_key(parent_key or root, packed), packed, parent_key, root)
+
+    def _publish(
+        self, block: int, key: bytes, packed: bytes, parent_key: bytes | None, root: bytes | None
+    ) -> int | None:
         if self._references[block] < 1:
             raise ValueError(f"block {block} cannot be published: it has no reference")
         if block in self._published and self._published[block].key != key:
@@ -138,8 +166,11 @@ class BlockPool:
         parent = None if parent_key is None else self._by_key.get(parent_key)
         if parent is None and parent_key is not None:
             return None
-        self._published[block] = _Published(key, packed, parent)
+        behind = parent_key or root
+        self._published[block] = _Published(key, packed, parent, behind)
         self._by_key[key] = block
+        if behind is not None:
+            self._behind.setdefault(behind, {})[block] = None
         self._order.insert(key)
         if parent is not None:
             self._published[parent].children += 1
@@ -165,6 +196,20 @@ class BlockPool:
             blocks.append(block)
             parent = block
         return blocks
+
+    def match_part(self, behind: bytes, token_ids: Sequence[int] | np.ndarray) -> tuple[int, int] | None:
+        """The block behind a key or a root that begins with the most of `token_ids`, one reference taken, and how many
+        they are; None if none begins with the first. Looks at the newest blocks only, where there are many."""
+        packed = pack_tokens(token_ids)
+        best, most = None, 0
+        for block in itertools.islice(reversed(self._behind.get(behind, {})), MOST_COMPARED):
+            held = self._published[block].packed
+            if held[:4] == packed[:4] and (n := common_tokens(held, packed)) > most:
+                best, most = block, n
+        if best is None:
+            return None
+        self._take(best)
+        return best, most
 
     def use(self, blocks: Sequence[int]) -> None:
         """A request works from these published blocks of one chain, given from its head on: what eviction goes by.
@@ -245,6 +290,10 @@ class BlockPool:
         assert key is not None, "no cached block can be evicted"
         block = self._by_key.pop(key)
         entry = self._published.pop(block)
+        if entry.behind is not None:
+            del self._behind[entry.behind][block]
+            if not self._behind[entry.behind]:
+                del self._behind[entry.behind]
         self._cached -= 1
         self._free.append(block)
         if entry.parent is not None:
@@ -281,6 +330,9 @@ class BlockPool:
                 children[entry.parent] += 1
                 holding[entry.parent] += self._holds[block] > 0
         assert len(self._by_key) == len(self._published), "keys without a block"
+        behind = {block: key for key, blocks in self._behind.items() for block in blocks}
+        known = {block: entry.behind for block, entry in self._published.items() if entry.behind is not None}
+        assert behind == known, "blocks that can be found in part are not those that are published"
         assert len(self._order) == len(self._published), "the order of eviction has other blocks"
         for block, entry in self._published.items():
             assert entry.children == children[block], f"block {block} counts {entry.children} children"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-
 LEAST_GAIN = 1.04
 """Drafts must promise so much more than none: of many odds the best ones tend to be those that are too high."""
 

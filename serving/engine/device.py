@@ -285,6 +285,12 @@ class Device:
             ids = self._block_ids([(shard, block) for shard, block, _ in part])
             self._pool, staging.read = self._get("load")(self._pool, ids, staging.contents)
 
+    def copy(self, shard: int, source: int, target: int) -> None:
+        """Copy a block to another one of its shard, on the device."""
+        self._pool, _ = self._get("load")(
+            self._pool, self._block_ids([(shard, target)]), self.copy_out([(shard, source)])
+        )
+
     def _block_ids(self, part: list[tuple[int, int]]) -> np.ndarray:
         ids = np.full(self.data * COPY_BLOCKS, NULL_BLOCK, np.int32)
         for i, (shard, block) in enumerate(part):

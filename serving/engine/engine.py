@@ -534,7 +534,21 @@ class Engine:
         self._set_slot(seq)
         if self._tiers is not None and not seq.params.embed:
             self._tiers.look_up(seq)
+        self._copy_part(seq)
         return True
+
+    def _copy_part(self, seq: Sequence) -> None:
+        """Take over what a block of others has in common with the next one of the prompt, if nothing better is on its
+        way. The copy runs behind the steps that filled that block."""
+        if seq.part is None:
+            return
+        (block, tokens), seq.part = seq.part, None
+        if seq.phase is Phase.PREFILL:
+            self.device.copy(seq.shard, block, seq.blocks[len(seq.keys)])
+            self.shards[seq.shard].pool.use([block])
+            seq.prefilled += tokens
+            seq.found["device"] += tokens
+        self.shards[seq.shard].pool.release([block])
 
     def _make_way(self, seq: Sequence) -> bool:
         """Pause a longer answer for a sequence that waits, if no slot has become free for a while."""

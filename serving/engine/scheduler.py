@@ -32,6 +32,9 @@ MAKE_WAY_AFTER = 0.5
 LONG = 16
 """Tokens that an answer has had before it may have to make way."""
 
+LEAST_PART = 16
+"""Tokens of a block that others share only in part, from which it is copied: less is computed as fast."""
+
 PRIORITY_SECONDS = 15.0
 """A step of priority is worth so many seconds of waiting, so nobody waits for ever."""
 
@@ -94,7 +97,11 @@ class Shard:
         self.running.append(seq)
 
     def leave(self, seq: Sequence) -> None:
-        """Take slot and blocks away."""
+        """Take slot and blocks away. The last block, partly filled, can be found by prompts that go on alike."""
+        at, n = divmod(seq.kv_length, BLOCK)
+        if n >= LEAST_PART and at == len(seq.keys):
+            tail = seq.tokens(at * BLOCK, seq.kv_length)
+            self.pool.publish_tail(seq.blocks[at], tail, seq.keys[-1] if seq.keys else None, seq.root)
         self.pool.release(seq.blocks)
         seq.blocks = []
         heapq.heappush(self.free_slots, seq.slot)
@@ -120,8 +127,19 @@ class Shard:
             return False
         seq.prefilled = seq.found["device"] = len(seq.keys) * BLOCK
         self.pool.use(seq.blocks[: len(seq.keys)])
+        if not seq.params.embed:
+            seq.part = self._part(seq)
         self.enter(seq, Phase.PREFILL)
         return True
+
+    def _part(self, seq: Sequence) -> tuple[int, int] | None:
+        """A block that begins like the next one of the prompt, one reference taken, and how far: worth copying."""
+        rest = seq.prompt[seq.prefilled : min(seq.prefilled + BLOCK, len(seq.prompt) - 1)]
+        found = self.pool.match_part(seq.keys[-1] if seq.keys else seq.root, rest)
+        if found is None or found[1] >= LEAST_PART:
+            return found
+        self.pool.release([found[0]])
+        return None
 
     def restore(self, seq: Sequence) -> bool:
         """Give a paused sequence a slot and blocks again, if there are enough. Blocks past those of `seq.keys` are
@@ -177,7 +195,7 @@ class Shard:
             parent = seq.keys[-1] if seq.keys else seq.root
             tokens = seq.tokens(i * BLOCK, (i + 1) * BLOCK)
             key = block_key(parent, tokens)
-            self.pool.publish(seq.blocks[i], key, tokens, parent if i else None)
+            self.pool.publish(seq.blocks[i], key, tokens, parent if i else None, seq.root)
             seq.keys.append(key)
 
     def skip_known(self, seq: Sequence) -> None:

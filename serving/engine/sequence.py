@@ -75,6 +75,7 @@ class Sequence:
     keys: list[bytes] = dataclasses.field(default_factory=list)  # of the blocks published so far, in order
     generated: list[int] = dataclasses.field(default_factory=list)
     prefilled: int = 0  # prompt tokens whose KV exists or is being written by a dispatched step
+    part: tuple[int, int] | None = None  # a block that begins like its next one, held, and how many tokens of it
     found: Counter[str] = dataclasses.field(default_factory=Counter)  # of these, tokens found, by tier
     expected: bool = False  # what it will need was asked for ahead
     load: Load | None = None  # of what the tiers have of its prompt

@@ -97,7 +97,9 @@ class Tiers:
     def look_up(self, seq: Sequence) -> None:
         """`seq` was admitted: start to load what the tiers have behind its blocks from the pool."""
         match = self.cache.match(seq.identity, seq.prompt, known_blocks=len(seq.keys))
-        if match.tokens:
+        if seq.part is not None and match.tokens <= seq.part[1]:
+            match.release()  # the device has as much
+        elif match.tokens:
             seq.load, seq.before_load = self.cache.load(match, self._on_ready), seq.prefilled
             seq.phase = Phase.LOADING
 

@@ -167,6 +167,47 @@ def test_leaks_are_named():
         pool.check(held=[a, a, b])
 
 
+def test_blocks_are_found_in_part_whole_ones_and_tails():
+    pool = BlockPool(10, 4)
+    first, tail, other = pool.allocate(3)
+    key = block_key(ROOT, [1, 2, 3, 4], block_size=4)
+    pool.publish(first, key, [1, 2, 3, 4], None, ROOT)
+    pool.publish_tail(tail, [5, 6, 7], key, ROOT)
+    pool.publish_tail(other, [1, 2, 9], None, ROOT)
+    pool.release([first, tail, other])
+    assert (pool.cached, pool.used) == (3, 0)
+    pool.check(held=())
+    assert pool.match_part(ROOT, [1, 2, 3, 9]) == (first, 3)
+    assert pool.match_part(ROOT, [1, 2, 9, 9]) == (other, 3)
+    assert pool.match_part(key, [5, 6, 8]) == (tail, 2)
+    assert pool.match_part(key, [9]) is None and pool.match_part(key, []) is None
+    assert pool.match_part(bytes(31) + b"x", [1, 2]) is None  # another tenant or model
+    assert pool.match(ROOT, [1, 2, 3, 4, 5, 6, 7, 8]) == [first]  # a tail is no whole block
+    pool.check(held=[first, other, tail, first])
+    assert set(pool.allocate(6)).isdisjoint({first, tail, other}) and pool.allocate(1) is None  # they are held
+    pool.release([first, other, tail, first])
+    assert len(pool.allocate(3)) == 3  # and now they go, leaves first
+    assert pool.match_part(ROOT, [1, 2, 3]) is None and pool.match_part(key, [5]) is None
+
+
+@pytest.mark.parametrize("tokens", [[], [1, 2, 3, 4]])
+def test_a_tail_is_neither_empty_nor_whole(tokens):
+    pool = BlockPool(3, 4)
+    (block,) = pool.allocate(1)
+    with pytest.raises(ValueError, match="a tail holds 1 to 3 tokens"):
+        pool.publish_tail(block, tokens, None, ROOT)
+
+
+def test_only_the_newest_blocks_are_compared():
+    pool = BlockPool(200, 4)
+    blocks = pool.allocate(150)
+    for i, block in enumerate(blocks):
+        pool.publish_tail(block, [1, i, 2], None, ROOT)
+    assert pool.match_part(ROOT, [1, 149, 2, 0]) == (blocks[149], 3)
+    block, tokens = pool.match_part(ROOT, [1, 0, 2, 0])
+    assert block != blocks[0] and tokens == 1
+
+
 def test_many_blocks_stay_fast():
     """8,000 blocks of 128 tokens (a million tokens) match in well under a second."""
     pool = BlockPool(8001)

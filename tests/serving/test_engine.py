@@ -51,6 +51,41 @@ def test_usage_timings_and_text(tiny_engine: Engine) -> None:
     assert answer.timings.passes + sum(n for _, n in answer.timings.accepted) == 9
 
 
+def test_what_prompts_have_in_common_within_a_block_is_computed_once(random_model: Callable) -> None:
+    """Beginnings that end within a block, of prompts and of an answer; every answer as if it came alone."""
+    model = random_model("tiny")
+    config = EngineConfig(slots=2, context_length=512, blocks=20, prefill_chunk=64)
+    rng = np.random.default_rng(3)
+    system = rng.integers(1, 512, 185).tolist()
+    asked = [system + rng.integers(1, 512, n).tolist() for n in (9, 30, 5, 70)]
+
+    def alone(prompt: list[int]) -> tuple[int, ...]:
+        with Engine(model, config) as engine:
+            engine.start(warm=False)
+            return one(engine, prompt, max_tokens=12).token_ids
+
+    with Engine(model, config) as engine:
+        engine.start(warm=False)
+        cached = []
+        for prompt in asked:
+            answer = one(engine, prompt, max_tokens=12)
+            assert answer.token_ids == alone(prompt)
+            cached.append(answer.usage.cached_tokens)
+        assert cached[0] == 0 and all(n >= 185 for n in cached[1:])
+        longer = [*asked[2], *one(engine, asked[2], max_tokens=12).token_ids, 77, 78]
+        got = one(engine, longer, max_tokens=12)
+        assert got.usage.cached_tokens == len(longer) - 3  # the answer's last token was never run
+        assert got.token_ids == alone(longer)
+        ends: list[tuple[str, Emission]] = []
+        params = SamplingParams(max_tokens=2)
+        other = engine.submit(asked[0], params, sink=lambda pairs: ends.extend(pairs), principal="b")
+        deadline = time.monotonic() + 20
+        while not any(one == other and e.finish_reason for one, e in ends) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ends[-1][1].usage.cached_tokens == 0, "another tenant's blocks"
+        engine.check()
+
+
 def test_stop_ids_end_with_their_token(tiny_engine: Engine) -> None:
     free = one(tiny_engine, max_tokens=12)
     at = 5
