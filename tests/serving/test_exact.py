@@ -140,7 +140,7 @@ def test_continuing_from_own_answer_uses_its_blocks(busy: Engine) -> None:
     longer = prompt + list(first.token_ids[:190])
     again = SamplingParams(max_tokens=10)
     cached = answers(busy, [(longer, again)], digest=True)[0]
-    assert cached.usage.cached_tokens == 256
+    assert cached.usage.cached_tokens == 289
     assert cached.token_ids == first.token_ids[190:] and cached.digests == first.digests[190:]
     busy.shards[0].pool.clear()
     computed = answers(busy, [(longer, again)], digest=True)[0]
