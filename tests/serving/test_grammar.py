@@ -238,8 +238,8 @@ def test_when_sequences_are_paused(model: Model, engine: Engine, random_schemas:
     config = dataclasses.replace(CONFIG, slots=3, blocks=6, decode_steps=3)
     with Engine(model, config) as small:
         small.start(warm=False)
-        free = SamplingParams(max_tokens=300, temperature=1.0, seed=1)
-        got = small.generate([*prompts, PROMPT, PROMPT], [*params, free, free])
+        free = SamplingParams(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
+        got = small.generate([*prompts, *[PROMPT] * 4], [*params, *[free] * 4])  # so that two of them meet
         assert ids(got[:4]) == expected
         assert small.stats().preemptions > 0
         small.check()

@@ -125,7 +125,10 @@ class Ours(System):
     def _answer(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], began: float
     ) -> list[list[tuple[float, Emission]]]:
-        """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were."""
+        """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were. Nothing
+        of their prompts is known from before."""
+        for shard in self.engine.shards:  # nothing runs
+            shard.pool.clear()
         inbox: queue.SimpleQueue[tuple[float, Sequence[tuple[str, Emission]]]] = queue.SimpleQueue()
         emissions: dict[str, list[tuple[float, Emission]]] = {}
         for prompt, each in zip(prompts, params, strict=True):
