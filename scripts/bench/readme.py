@@ -307,9 +307,9 @@ def percentiles(entry: dict[str, Any], figure: str) -> str:
 
 
 def start(report: dict[str, Any]) -> str | None:
-    """Two starts with a cache of their own, or one with the user's."""
+    """Two starts with a cache of their own, or one with the user's; of arrivals only."""
     ours = report["summary"]["umbra"]
-    if "start_s" not in ours and "second_start_s" not in ours:
+    if report.get("settings", {}).get("scenario", "arrivals") != "arrivals":
         return None
     if "second_start_s" not in ours:
         return f"**{ours['start_s']:.1f} s** (one start, with whatever was compiled before)"
