@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from urllib.parse import urlsplit
 from .processes import BenchError
 
 EVENT = b"data: {"
+TEXT = re.compile(rb'"(?:content|text)": ?"[^"]')
+"""In an event with a piece of the answer; the first of some servers has none."""
 END = b"data: [DONE]"
 
 
@@ -22,10 +25,16 @@ class Stream:
     """A streamed answer. Seconds count from when the request was sent."""
 
     first: float = 0.0
+    """When the first text came."""
     last: float = 0.0
     events: int = 0
     tokens: int = 0
     """By the usage in the last event."""
+
+    @property
+    def tok_s(self) -> float | None:
+        """Tokens after the first over the time after it."""
+        return (self.tokens - 1) / (self.last - self.first) if self.last > self.first > 0 else None
 
     @property
     def events_s(self) -> float:
@@ -49,9 +58,9 @@ async def stream(url: str, path: str, body: dict[str, Any]) -> Stream:
                 raise BenchError(f"the stream ended early: {rest[-200:].decode(errors='replace')}")
             now = time.perf_counter() - began
             rest = rest[-1000:] + piece
-            if (count := piece.count(EVENT)) and not made.events:
+            if not made.first and TEXT.search(rest):
                 made.first = now
-            made.events, made.last = made.events + count, now
+            made.events, made.last = made.events + piece.count(EVENT), now
         made.tokens = _usage(rest)
     finally:
         writer.close()

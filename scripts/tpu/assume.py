@@ -174,8 +174,8 @@ class Load:
         """
         c = self.config
         per_token = self.kv.bytes_per_token(1, c.n_kv_heads, c.head_dim) / mesh.shape["model"]
-        if program.kind in ("save", "load"):
-            return 2.0 * COPY_BLOCKS * BLOCK * c.n_layers * per_token
+        if program.kind in ("save", "load", "copy"):
+            return 2.0 * (1 if program.kind == "copy" else COPY_BLOCKS) * BLOCK * c.n_layers * per_token
         if program.kind == "admit":
             row = program.args[2]
             return 2.0 * sum(math.prod(a.shape) * a.dtype.itemsize for a in row) / mesh.shape["data"]

@@ -49,8 +49,8 @@ class Device:
         self.passes = engine.passes(platform)
         self.kv = kv_format(engine, self.kernels, platform)
         self.blocks = engine.pool_blocks(config, kv_bytes(config, self.kv))
-        self._choose_programs(engine)
         self.rows = step_rows(engine, platform)
+        self._choose_programs(engine)
         self.fixed = Fixed(self._params, self._drafter(profile.assumed(self.rows)))
         pool = self._listed["save"].args[0]
         self._new_pool = jax.jit(
@@ -59,6 +59,7 @@ class Device:
         )
         self._layers: dict[tuple[int, ...], jax.Array] = {}
         self._unguided = jax.device_put(self.new_guided(), NamedSharding(mesh, P("data")))
+        self._blank = {prefill: self._blank_input(prefill) for prefill in (False, True)}
         self._pool: KVPool | None
         self._state: SlotState | None
         self.reset()
@@ -142,6 +143,7 @@ class Device:
                 jax.block_until_ready(self.run(kind, self.new_input(kind == "prefill")))
         self.admit(self._no_slot(), self.empty_rows(self.data))
         self.load([(0, NULL_BLOCK, self.save([(0, NULL_BLOCK)])[0])])
+        self.copy(0, NULL_BLOCK, NULL_BLOCK)
         if self.drafts:
             self.set_cost(profile.measured(self))
         self._clear_slots()
@@ -207,6 +209,10 @@ class Device:
     def new_input(self, prefill: bool) -> StepInput:
         """A host input that does nothing. Always fresh: JAX may still read the last one. Only that no slot is guided
         is always the same, on the device."""
+        blank = self._blank[prefill]
+        return blank._replace(**{name: part.copy() for name, part in blank._asdict().items() if name != "guided"})
+
+    def _blank_input(self, prefill: bool) -> StepInput:
         tokens, groups = step_sizes(self.engine, prefill)
         shapes = input_shapes(
             self.data, self.engine.slots, tokens, groups, self.engine.table_width(self.config), self.rows,
@@ -287,9 +293,9 @@ class Device:
 
     def copy(self, shard: int, source: int, target: int) -> None:
         """Copy a block to another one of its shard, on the device."""
-        self._pool, _ = self._get("load")(
-            self._pool, self._block_ids([(shard, target)]), self.copy_out([(shard, source)])
-        )
+        pairs = np.full(self.data * 2, NULL_BLOCK, np.int32)
+        pairs[2 * shard : 2 * shard + 2] = source, target
+        self._pool = self._get("copy")(self._pool, pairs)
 
     def _block_ids(self, part: list[tuple[int, int]]) -> np.ndarray:
         ids = np.full(self.data * COPY_BLOCKS, NULL_BLOCK, np.int32)

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+QUIET = 0.25
+"""Seconds without work before blocks and slots are counted over: the next request may come at once."""
+
 PATIENCE = 0.002
 """Seconds that a step is put off for the masks of answers that follow a grammar. Others lose nothing: the device still
 works on the step before."""
@@ -408,14 +411,22 @@ class Engine:
 
     def _idle(self) -> None:
         if not self._loading:
+            self._measure(0.0, 0, 0)
+        if self._called(QUIET):
+            return
+        if not self._loading:
             try:
                 self.check()
             except AssertionError:
                 log.exception("the leak check failed")
-            self._measure(0.0, 0, 0)
+        self._called(None)
+
+    def _called(self, seconds: float | None) -> bool:
+        """Wait until there may be something to do; False: there was not within `seconds`."""
         with self._wake:
-            while not (self._incoming or self._cancelled or self._arrived or self._stopping):
-                self._wake.wait()
+            return self._wake.wait_for(
+                lambda: bool(self._incoming or self._cancelled or self._arrived or self._stopping), seconds
+            )
 
     def _take_commands(self) -> None:
         with self._wake:

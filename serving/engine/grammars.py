@@ -249,7 +249,9 @@ class Guide:
         self._matcher = compiled.matcher.deep_copy()
         self._words, self._ends, self._landing = len(compiled.first), compiled.ends, compiled.landing
         self._way: tuple[int, ...] | None = None
-        """From where the answer is to its end; None: not known."""
+        """From about where the answer is to its end; None: not known."""
+        self._ways: list[tuple[int, ...] | None] = []
+        """That way at every place of the next pass. It follows from the tokens before it and nothing else."""
         self.steering: Steering | None = Steering(compiled.first[None])
         """The next pass; None while it is being found."""
         self.error: str | None = None
@@ -262,13 +264,20 @@ class Guide:
         next pass, with at most `most` drafts. A drafted token that the grammar does not allow ends the chain, and where
         the grammar leaves only one token, that is drafted."""
         try:
-            if all(self._consume(token) for token in tokens):
+            if all(self._follow(place, token) for place, token in enumerate(tokens)):
+                if not tokens:  # still before the answer, and the room for it may have shrunk
+                    self._way = None
                 self.steering = self._steer(chain, most, room)
         except Exception as error:  # the answer must end, whatever happened in this thread
             self.error = f"the grammar cannot be followed: {error}"
 
+    def _follow(self, place: int, token: int) -> bool:
+        """Consume a token that was chosen at `place` of the last pass."""
+        if place < len(self._ways):
+            self._way = self._ways[place]
+        return self._consume(token)
+
     def _consume(self, token: int) -> bool:
-        self._way = self._way[1:] if self._way is not None and self._way[:1] == (token,) else None
         return self._matcher.consume_token(token) or self._fail()
 
     def _fail(self) -> bool:
@@ -280,13 +289,12 @@ class Guide:
         drafts: list[int] = []
         sources: list[int] = []
         odds: list[float] = []
-        way = self._way
+        self._ways = []
         follows = True  # the device's chain
         for place in range(1 + most):
             if not self._mask(masks[place], room - place):
                 break
-            if place == 0:
-                way = self._way
+            self._ways.append(self._way)
             if place == most or self._matcher.is_stopped():
                 break
             token = _only(masks[place])
@@ -303,15 +311,15 @@ class Guide:
                 break
         if drafts:
             self._matcher.rollback(len(drafts))
-            self._way = way
         return Steering(masks[: 1 + len(drafts)], tuple(drafts), tuple(sources), tuple(odds))
 
     def _mask(self, mask: np.ndarray, room: int) -> bool:
         """Write what may come next, with room for `room` tokens, into `mask`; whether the grammar could be followed."""
         matcher, landing = self._matcher, self._landing
         if landing is not None and room <= landing.zone and not matcher.is_stopped():
-            if self._way is None:
-                self._way = self._ends.way(matcher, self._words, _fill)
+            self._way = self._ends.way(matcher, self._words, _fill, self._way)
+            if self._way and landing.due(len(self._way), room):
+                self._way = self._ends.way(matcher, self._words, _fill)  # is there none that is shorter?
             if self._way and landing.due(len(self._way), room):
                 token = self._way[0]
                 mask[token >> 5] = np.uint32(1) << np.uint32(token & 31)

@@ -21,27 +21,12 @@ LONGEST_WAY = 512
 LEAST_SLACK = 16
 """Tokens to spare when the way to the end is taken: one token of the model's choice may make it longer."""
 
-_ENDS: tuple[str, ...] = (
-    '"}',
-    '"]',
-    '"',
-    "}",
-    "]",
-    ' ""',
-    " []",
-    " {}",
-    '""',
-    "[]",
-    "{}",
-    " null",
-    "null",
-    "0",
-    "1",
-    " 0",
-    " 1",
-)
-_ENDS += (",", " true", " false", "true", "false", ' "', " [", " {")
-"""Tokens that bring JSON nearer to its end, the best first."""
+_ENDS = (
+    '"}', '"]', '"', "}", "]", ",", ' ""', " []", " {}", '""', "[]", "{}", " null", "null", "0", "1", " 0", " 1",
+    " true", " false", "true", "false", ' "', " [", " {",
+)  # fmt: skip
+"""Tokens that bring JSON nearer to its end, the best first. A comma comes before digits: a number may have any number
+of them."""
 
 
 _DEPTH = 24
@@ -68,21 +53,32 @@ class Ends:
             self._others[i >> 5] &= ~(np.uint32(1) << np.uint32(i & 31))
         self._best = [*eos_ids, *(ids[text.encode()] for text in _ENDS if text.encode() in ids)]
 
-    def way(self, matcher: LLMatcher, words: int, fill: Fill) -> tuple[int, ...] | None:
-        """Tokens from where `matcher` is to the end, the last one included; None if it is too far."""
+    def way(
+        self, matcher: LLMatcher, words: int, fill: Fill, known: tuple[int, ...] | None = None
+    ) -> tuple[int, ...] | None:
+        """Tokens from where `matcher` is to the end, the last one included; None if it is too far. A way that was
+        `known` some tokens before is gone on with where it still leads to the end: to see that takes microseconds, to
+        find the next token of a new one a mask. It may then be a little longer than it must be."""
         mask = np.zeros(words, np.uint32)
         way: list[int] = []
+        consumed = 0
         ended = False
         while not ended and len(way) < LONGEST_WAY:
+            for rest in (known, known[1:]) if known else ():
+                if rest and matcher.validate_tokens(list(rest)) == len(rest):
+                    matcher.rollback(consumed)
+                    return (*way, *rest)
             fill(matcher, mask)
             token = self._choose(mask)
             if token is None:
                 break
             way.append(token)
             ended = token in self._eos
-            if not ended and not matcher.consume_token(token):
-                break
-        matcher.rollback(len(way) - ended)
+            if not ended:
+                if not matcher.consume_token(token):
+                    break
+                consumed += 1
+        matcher.rollback(consumed)
         return tuple(way) if ended else None
 
     def only_end(self, mask: np.ndarray) -> int | None:

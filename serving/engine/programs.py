@@ -27,7 +27,7 @@ from .state import Keep, Kept, StepResult, input_shapes, state_shapes
 log = logging.getLogger(__name__)
 
 COPY_BLOCKS = 8
-"""Blocks moved by one call of the copy programs."""
+"""Blocks moved by one call of the programs that save and load them."""
 
 _POOL_SPEC = P("data", None, "model")
 
@@ -51,7 +51,7 @@ class Program:
     """One program: a function to be jitted and the abstract arguments (with shardings) it is compiled for."""
 
     name: str
-    kind: str  # prefill, decode, decode_n, admit, save or load: unique in a list
+    kind: str  # prefill, decode, decode_n, admit, save, load or copy: unique in a list
     sequences: int  # per data shard
     width: int  # tokens of one step per data shard
     fn: Callable[..., Any]
@@ -175,7 +175,7 @@ def programs(
     passes = engine.passes(mesh.devices.flat[0].platform)
     if passes > 1:
         listed.append(build.decode_n(passes))
-    return [*listed, build.admit(), build.save(), build.load()]
+    return [*listed, build.admit(), build.save(), build.load(), build.copy()]
 
 
 class _Builder:
@@ -287,4 +287,10 @@ class _Builder:
             f"load_blocks_{COPY_BLOCKS}", "load", 0, step.load_blocks,
             (self.pool, self._ints(COPY_BLOCKS), self.contents),
             (self.pool_spec, self.state_spec, self.pool_spec), (self.pool_spec, self.state_spec), (0,),
+        )  # fmt: skip
+
+    def copy(self) -> Program:
+        return self._program(
+            "copy_block", "copy", 0, step.copy_block, (self.pool, self._ints(2)), (self.pool_spec, self.state_spec),
+            self.pool_spec, (0,),
         )  # fmt: skip

@@ -128,8 +128,13 @@ def state_shapes(slots: int, context: int, vocab_size: int) -> SlotState:
 
 def empty_rows(rows: int, context: int, vocab_size: int) -> SlotState:
     """Host rows that choose nothing."""
-    shapes = state_shapes(rows, context, vocab_size)._asdict()
-    return SlotState(**{name: np.full(s.shape, _FIELDS[name][2], s.dtype) for name, s in shapes.items()})
+    sizes = {"S": context, "V": vocab_size}
+    return SlotState(
+        **{
+            name: np.full((rows, *(sizes[n] if isinstance(n, str) else n for n in axes)), empty, dtype)
+            for name, (dtype, axes, empty) in _FIELDS.items()
+        }
+    )
 
 
 def fill_row(

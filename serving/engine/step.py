@@ -186,3 +186,12 @@ def load_blocks(pool: KVPool, blocks: jax.Array, contents: KVPool) -> tuple[KVPo
         return lax.fori_loop(0, len(blocks), one, part)
 
     return jax.tree.map(put, pool, contents), blocks.sum(dtype=jnp.int32)[None]
+
+
+def copy_block(pool: KVPool, pair: jax.Array) -> KVPool:
+    """The pool with block `pair[0]` also in the place of block `pair[1]`."""
+
+    def put(part: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(part, lax.dynamic_slice_in_dim(part, pair[0], 1), pair[1], 0)
+
+    return jax.tree.map(put, pool)

@@ -116,6 +116,47 @@ def test_what_has_no_end_is_ended_in_time(engine: Engine, draft: str) -> None:
     assert ids(off) == ids(answers)
 
 
+@pytest.mark.parametrize("draft", ["auto", "off"])
+def test_a_number_without_end_is_ended_in_time(engine: Engine, draft: str) -> None:
+    """In front of something that must still come."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "day": {"type": "string", "format": "date"}},
+        "required": ["n", "day"],
+    }
+    digits = tuple((ord(c), 100.0) for c in "123456789")
+    params = SamplingParams(max_tokens=120, draft=draft, logit_bias=digits, grammar=Grammar.json_schema(schema))
+    (answer,) = engine.generate([PROMPT], params)
+    assert answer.finish_reason == "stop_token", answer.text
+    jsonschema.validate(json.loads(answer.text), schema)
+    assert len(answer.token_ids) > 40, "it was ended sooner than it had to be"
+
+
+def test_a_way_to_the_end_is_gone_on_with(model: Model) -> None:
+    """What was known some tokens before saves masks, and leads to an end from wherever the answer is."""
+    grammars = Grammars(model.tokenizer, model.config.vocab_size, model.eos_ids)
+    inner = {"type": "object", "properties": {"k": {"enum": ["a"]}}, "required": ["k"]}
+    compiled = grammars.compile(Grammar.json_schema({"type": "array", "items": inner}))
+    matcher, masks = compiled.matcher.deep_copy(), {"new": 0, "known": 0}
+
+    def way(kind: str, known: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        def fill(matcher: Any, mask: np.ndarray) -> None:
+            masks[kind] += 1
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+        found = compiled.ends.way(matcher, grammars.words, fill, known)
+        assert found is not None
+        return found
+
+    known = None
+    for token in b'[{"k": "a"}, {"k": "a"}, {"k':
+        known = way("known", known)
+        assert len(known) <= len(way("new")) + 1
+        assert matcher.validate_tokens(list(known)) == len(known)
+        assert matcher.consume_token(token)
+    assert masks["known"] * 2 < masks["new"]
+
+
 def text_of(engine: Engine, grammar: Grammar, **how: Any) -> str:
     (answer,) = engine.generate([PROMPT], SamplingParams(grammar=grammar, max_tokens=100, **how))
     assert answer.finish_reason == "stop_token"
