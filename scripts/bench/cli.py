@@ -16,6 +16,7 @@ from ...configs.prompt_sets import DEFAULT, PromptFileError
 from ...model.weights.errors import ModelError
 from ..model_options import OneLineParser, add_draft_option, add_model_options, positive
 from . import (
+    capacity,
     context,
     drafts,
     exact,
@@ -61,6 +62,7 @@ ABOUT = {
     "exact": "whether ids and logits depend on drafts, batch mates, chunks, pass widths, table width or threads",
     "resume": "a new turn of a stored conversation: from each tier, and after kill -9, against recomputing",
     "context": "attention of one token against the length of its context, through a table and over contiguous KV",
+    "capacity": "a conversation of a million tokens: its KV stored, found again after kill -9, and brought up",
     "soak": "many requests with tiers on and off: the same ids, nothing lost, nothing leaked",
     "cache": "reads of blocks from the disk, and what writing them costs while answers are made",
     "simulate": "tiers of other machines, by a simulator that is fitted to this one; hit ratios by policy",
@@ -72,17 +74,19 @@ CLIENTS = {"concurrent": (1, 16, 100), "overhead": (1, 32)}
 FAST = 4000.0
 """Tokens a second of the source that stands in for the engine."""
 
-TIERED = ("resume", "soak", "cache", "simulate")
+TIERED = ("resume", "capacity", "soak", "cache", "simulate")
 """Benchmarks of the tiers of the context cache."""
 
 ALONE = ("exact", "levels", "schema", "skips", "relax", *TIERED)
 """Benchmarks that compare with nothing else."""
 
-DRAFTED = ("decode", "prefill", "batch", "serve", "flat", "schema", "levels", "relax", *TIERED)
+DRAFTED = (
+    "decode", "prefill", "batch", "serve", "flat", "schema", "levels", "relax", "resume", "soak", "cache", "simulate",
+)  # fmt: skip
 """Benchmarks that draft as they are told."""
 OPERATIONS = ("kernels", "context")
 """Benchmarks of single operations."""
-ONCE = ("quality", "exact", "skips", "relax", "soak", "simulate")
+ONCE = ("quality", "exact", "skips", "relax", "capacity", "soak", "simulate")
 """Benchmarks without rounds."""
 BUILT_IN = ("skips", "relax")
 """Benchmarks that need more prompts than a file of ours has."""
@@ -103,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
             add_draft_option(sub)
         elif bench in ("passes", "exact"):
             sub.add_argument("--shadow", default="auto", metavar="FILE", help="the shadow network: auto, off or a file")
-        if bench not in (*OPERATIONS, "soak", "schema"):
+        if bench not in (*OPERATIONS, "capacity", "soak", "schema"):
             built_in = bench in BUILT_IN
             sub.add_argument(
                 "--prompts", type=Path, default=None if built_in else DEFAULT, metavar="FILE",
@@ -263,6 +267,14 @@ def _resume_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="of the new turn")
 
 
+def _capacity_options(sub: argparse.ArgumentParser) -> None:
+    _folder_option(sub)
+    sub.add_argument(
+        "--history", type=positive, default=1_000_000, metavar="N", dest="prompt_tokens",
+        help="tokens of the conversation",
+    )  # fmt: skip
+
+
 def _context_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--contexts", type=_numbers, default=context.LENGTHS, metavar="N,...",
@@ -298,6 +310,7 @@ def _simulate_options(sub: argparse.ArgumentParser) -> None:
 
 _ADD = {
     "resume": _resume_options,
+    "capacity": _capacity_options,
     "context": _context_options,
     "soak": _soak_options,
     "cache": _cache_options,
@@ -388,7 +401,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if args.bench in ("kernels", "exact") and args.mesh:
         raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
     values.setdefault("draft", "off")
-    if args.bench in (*OPERATIONS, "soak", "schema"):
+    if args.bench in (*OPERATIONS, "capacity", "soak", "schema"):
         values["prompts"] = DEFAULT
     if args.bench in BUILT_IN and args.prompts is None:
         values |= {"prompts": DEFAULT, "built_in": True}
@@ -406,7 +419,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         values["variants"] = tuple(dict.fromkeys(args.variants))
         for variant in args.variants:
             quality.form(variant)
-    if args.bench in ("passes", *OPERATIONS, "resume", "simulate"):
+    if args.bench in ("passes", *OPERATIONS, "resume", "capacity", "simulate"):
         values["limit"] = 1
     if args.bench == "decode" and args.max_tokens < MIN_TOKENS:
         raise ValueError(f"decode needs --max-tokens of at least {MIN_TOKENS}, got {args.max_tokens}")
@@ -498,6 +511,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 RUN = {
     "resume": resume.run,
+    "capacity": capacity.run,
     "context": context.run,
     "soak": soak.run,
     "cache": tiers.run,

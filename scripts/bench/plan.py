@@ -31,6 +31,7 @@ USED = {
     "quality": (*_MODEL, "against", "prompts", "limit", "sequences", "max_tokens", "variants"),
     "exact": ("quant", "kernels", "kv", "embedding", "shadow", "prompts", "limit", "max_tokens", "drafting_only"),
     "resume": (*_TIERS, "rounds", "prompts", "prompt_tokens", "new_tokens"),
+    "capacity": ("quant", "kernels", "kv", "folder", "prompt_tokens"),
     "context": ("quant", "threads", "kernels", "kv", "against", "rounds", "contexts"),
     "soak": (*_TIERS, "limit", "sequences", "seed"),
     "cache": (*_TIERS, "rounds", "prompts", "limit", "sequences", "max_tokens"),
@@ -72,7 +73,7 @@ class Plan:
     built_in: bool = False  # skips, relax: prompts made from templates, instead of a file
     save: bool = False  # skips, relax: write the result where the program looks for it
     drafting_only: bool = False  # exact: leave out the settings that do not draft
-    folder: Path | None = None  # resume, soak, cache, simulate: where temporary folders are made
+    folder: Path | None = None  # resume, capacity, soak, cache, simulate: where temporary folders are made
     new_tokens: int = 0  # resume: of the new turn
     histories: tuple[int, ...] = ()  # simulate: tokens of the conversations that are measured
     # serve only:

@@ -378,6 +378,7 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "skips": skipping,
     "relax": relaxing,
     "resume": served.resuming,
+    "capacity": served.capacity,
     "cache": served.tiers,
     "simulate": served.simulated,
     "soak": served.soaked,

@@ -54,6 +54,18 @@ def events(report: dict[str, Any]) -> str:
     return f"**{ours['tok_s']:,.0f} tokens/s** to one client of a source of {source:,.0f}"
 
 
+def capacity(report: dict[str, Any]) -> str:
+    """A very long conversation, stored and brought up."""
+    made, gb = report["summary"]["umbra"], 1e9
+    peaks = f"{made['store_peak_bytes'] / 1e6:,.0f} and {made['recall_peak_bytes'] / 1e6:,.0f}"
+    return (
+        f"{made['tokens']:,} tokens, {made['store_disk_bytes'] / gb:.1f} GB: stored in {made['store_seconds']:.0f} s; "
+        f"after kill -9 ready in {made['ready_s']:.1f} s, listed in {made['recall_list_ms']:.0f} ms, found in "
+        f"{made['recall_match_ms']:.0f} ms, brought up in **{made['recall_seconds']:.1f} s**, every byte the same; "
+        f"memory grew by {peaks} MB (allowed: {made['allowed_bytes'] / 1e6:,.0f})"
+    )
+
+
 def resuming(report: dict[str, Any]) -> str:
     """A Markdown table by where the conversation is read from."""
     lines = [

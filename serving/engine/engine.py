@@ -108,8 +108,8 @@ class _Pending:
 
 
 class Engine:
-    """Continuous batching over one model. `submit`, `cancel`, `stream`, `generate` and `stats` may be called from any
-    thread; everything else belongs to the thread that made the engine."""
+    """Continuous batching over one model. `submit`, `cancel`, `forget`, `stream`, `generate` and `stats` may be called
+    from any thread; everything else belongs to the thread that made the engine."""
 
     def __init__(
         self,
@@ -153,6 +153,7 @@ class Engine:
         self._incoming: deque[Sequence] = deque()
         self._turns = Turns()
         self._cancelled: set[str] = set()
+        self._forgetting: list[threading.Event] = []
         self._by_id: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._pending: _Pending | None = None
@@ -275,6 +276,17 @@ class Engine:
             if request_id in self._by_id:
                 self._cancelled.add(request_id)
                 self._wake.notify()
+
+    def forget(self) -> None:
+        """Let go of the device's KV that no running request uses, so that later prompts find none of it. Returns once
+        that is done. Raises `EngineStopped`."""
+        done = threading.Event()
+        with self._wake:
+            if self._stopping or self._failed is not None or self._thread is None:
+                raise EngineStopped(self._failed or "the engine is not running")
+            self._forgetting.append(done)
+            self._wake.notify()
+        done.wait()
 
     def stream(
         self, prompt_ids: Seq[int], params: SamplingParams, *, principal: str = LOCAL, keep: Keep = "blocks"
@@ -423,17 +435,25 @@ class Engine:
 
     def _called(self, seconds: float | None) -> bool:
         """Wait until there may be something to do; False: there was not within `seconds`."""
+
+        def called() -> bool:
+            return bool(self._incoming or self._cancelled or self._forgetting or self._arrived or self._stopping)
+
         with self._wake:
-            return self._wake.wait_for(
-                lambda: bool(self._incoming or self._cancelled or self._arrived or self._stopping), seconds
-            )
+            return self._wake.wait_for(called, seconds)
 
     def _take_commands(self) -> None:
         with self._wake:
             incoming, self._incoming = self._incoming, deque()
             cancelled, self._cancelled = self._cancelled, set()
+            forgetting, self._forgetting = self._forgetting, []
             self._arrived = False
             self._waiting.extend(incoming)
+        if forgetting:
+            for shard in self.shards:
+                shard.pool.clear()
+            for done in forgetting:
+                done.set()
         for request in cancelled:
             seq = self._by_id.get(request)
             if seq is not None:

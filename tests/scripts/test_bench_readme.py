@@ -234,6 +234,15 @@ def test_the_cache_and_forms() -> None:
         "|---|---|---|---|",
         "| disk | 250 ms | +120 ms | 44.4x |",
     ]
+    long = {
+        "tokens": 1_000_000, "store_disk_bytes": 11.9e9, "store_seconds": 32.4, "ready_s": 2.57, "recall_list_ms": 13.6,
+        "recall_match_ms": 70.2, "recall_seconds": 14.2, "store_peak_bytes": 33e6, "recall_peak_bytes": 213e6,
+        "allowed_bytes": 403e6,
+    }  # fmt: skip
+    assert readme.figures([served("capacity", {"umbra": long})])["capacity"] == (
+        "1,000,000 tokens, 11.9 GB: stored in 32 s; after kill -9 ready in 2.6 s, listed in 14 ms, found in 70 ms, "
+        "brought up in **14.2 s**, every byte the same; memory grew by 33 and 213 MB (allowed: 403)"
+    )
     summary = {"umbra": {"requests": 1000, "cancelled": 210, "differing": 0}}
     assert readme.figures([served("soak", summary)])["soak"].startswith("1,000 requests, 210 of them cancelled: 0 ")
     assert "soak:tiny" in readme.figures([{**served("soak", summary), "model": "tiny"}])

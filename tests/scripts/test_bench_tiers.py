@@ -10,7 +10,7 @@ import pytest
 
 from umbra.cache.simulator import TierProfile, fitted
 from umbra.configs.prompt_sets import DEFAULT
-from umbra.scripts.bench import cli, context, kernels, resume, simulate, soak, tiers
+from umbra.scripts.bench import capacity, cli, context, kernels, resume, simulate, soak, tiers
 from umbra.scripts.bench.plan import Plan
 from umbra.scripts.bench.processes import BenchError
 from umbra.scripts.bench.systems.timed import cases
@@ -66,6 +66,13 @@ def test_a_resumed_conversation_on_every_way(tmp_path: Path) -> None:
     assert content["summary"]["disk"]["faster_than_recompute"] > 0
 
 
+def test_a_conversation_beyond_memory_comes_back(tmp_path: Path) -> None:
+    content = capacity.run(plan("capacity", tmp_path, prompt_tokens=3000), lambda text: None)
+    made = content["summary"]["umbra"]
+    assert content["differences"] is None and made["recall_tokens"] == 2944 and made["recall_blocks"] == 23
+    assert made["store_disk_bytes"] > 0 and not list(tmp_path.iterdir())
+
+
 def test_too_long_a_conversation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="more than the context of tiny, 2048"):
         resume.run(plan("resume", tmp_path, prompt_tokens=4000, new_tokens=8), lambda text: None)
@@ -118,6 +125,7 @@ def test_the_simulator_is_judged_by_what_it_was_not_fitted_to(tmp_path: Path) ->
     ("argv", "values"),
     [
         (["resume", "--history", "500", "--rounds", "2"], {"prompt_tokens": 500, "new_tokens": 32, "rounds": 2}),
+        (["capacity", "--history", "900"], {"prompt_tokens": 900, "rounds": 1, "draft": "off"}),
         (["soak", "--limit", "9", "--seed", "4"], {"limit": 9, "sequences": 16, "seed": 4, "rounds": 1}),
         (["cache", "--blocks", "7"], {"limit": 7, "sequences": 8}),
         (["simulate", "--histories", "256,512"], {"histories": (256, 512), "against": ()}),

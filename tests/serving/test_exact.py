@@ -75,7 +75,7 @@ def expected(request: pytest.FixtureRequest, random_model: Callable) -> tuple[ob
         results = []
         for work in WORK:
             results += answers(engine, [work], digest=True)
-            engine.shards[0].pool.clear()
+            engine.forget()
         assert all(result.usage.cached_tokens == 0 for result in results)
     return model, results
 
@@ -142,7 +142,7 @@ def test_continuing_from_own_answer_uses_its_blocks(busy: Engine) -> None:
     cached = answers(busy, [(longer, again)], digest=True)[0]
     assert cached.usage.cached_tokens == 289
     assert cached.token_ids == first.token_ids[190:] and cached.digests == first.digests[190:]
-    busy.shards[0].pool.clear()
+    busy.forget()
     computed = answers(busy, [(longer, again)], digest=True)[0]
     assert computed.usage.cached_tokens == 0
     assert computed.digests == cached.digests
@@ -166,5 +166,5 @@ def test_the_default_model_alone_and_in_a_batch() -> None:
     with Engine(model, EngineConfig(slots=8, context_length=2048, kv_memory=0.5, logits=True)) as engine:
         engine.start()
         expected = alone(engine, work)
-        engine.shards[0].pool.clear()
+        engine.forget()
         assert_same(answers(engine, work, digest=True), expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ class Forms(Ours):
         for one in params:  # compiled ahead, as a server does in a worker
             if one.grammar is not None:
                 self.engine.compile_grammar(one.grammar)
-        emissions = self._answer(prompts, params, time.perf_counter())
+        emissions = self._answer(prompts, params, self._begin())
         return [self._told(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
 
     def _told(self, prompt_tokens: int, emissions: Sequence[Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ what the whole trunk alone would have chosen."""
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,8 +65,7 @@ class Levels(Ours):
     def answer(self, way: dict[str, Any], text: str, max_tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """One conversation of one user message, alone, greedily: text of the answer, figures, ids and the prompt's."""
         prompt, params = self._prepare(_way(way), text, max_tokens, ignore_eos)
-        began = time.perf_counter()
-        (emissions,) = self._answer([prompt], [params], began)
+        (emissions,) = self._answer([prompt], [params], self._begin())
         stream = self._stream(len(prompt), emissions)
         usage = emissions[-1][1].usage
         return {
@@ -80,7 +78,7 @@ class Levels(Ours):
     def answers_of(self, way: dict[str, Any], prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Ids of greedy answers to prompts that are run at once, their end included."""
         params = self._params(_way(way), max_tokens, ignore_eos=False)
-        emissions = self._answer(prompts, [params] * len(prompts), time.perf_counter())
+        emissions = self._answer(prompts, [params] * len(prompts), self._begin())
         streams = [self._stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
         return [stream.token_ids for stream in streams]
 

@@ -99,7 +99,7 @@ class Ours(System):
         return [encode([{"role": "user", "content": text}]) for text in texts]
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
-        began = time.perf_counter()
+        began = self._begin()
         params = [
             self.params(max_tokens, ignore_eos=True, temperature=self.setup.temperature, seed=i)
             for i in range(len(prompts))
@@ -111,7 +111,7 @@ class Ours(System):
 
     def answers(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         """Greedy answers, which end where the model ends them; its end token is not part of them."""
-        began = time.perf_counter()
+        began = self._begin()
         emissions = self._answer(prompts, [self.params(max_tokens)] * len(prompts), began)
         streams = [self._stream(len(prompt), made) for prompt, made in zip(prompts, emissions, strict=True)]
         return [[token for token in stream.token_ids if token not in self.model.eos_ids] for stream in streams]
@@ -122,13 +122,15 @@ class Ours(System):
 
         return SamplingParams(max_tokens=max_tokens, **{"draft": self.setup.draft, **more})
 
+    def _begin(self) -> float:
+        """The time, from which on nothing of any prompt is known."""
+        self.engine.forget()
+        return time.perf_counter()
+
     def _answer(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], began: float
     ) -> list[list[tuple[float, Emission]]]:
-        """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were. Nothing
-        of their prompts is known from before."""
-        for shard in self.engine.shards:  # nothing runs
-            shard.pool.clear()
+        """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were."""
         inbox: queue.SimpleQueue[tuple[float, Sequence[tuple[str, Emission]]]] = queue.SimpleQueue()
         emissions: dict[str, list[tuple[float, Emission]]] = {}
         for prompt, each in zip(prompts, params, strict=True):
