@@ -125,7 +125,7 @@ def test_the_simulator_is_judged_by_what_it_was_not_fitted_to(tmp_path: Path) ->
     ("argv", "values"),
     [
         (["resume", "--history", "500", "--rounds", "2"], {"prompt_tokens": 500, "new_tokens": 32, "rounds": 2}),
-        (["capacity", "--history", "900"], {"prompt_tokens": 900, "rounds": 1, "draft": "off"}),
+        (["capacity", "--history", "900"], {"prompt_tokens": 900, "rounds": 1}),
         (["soak", "--limit", "9", "--seed", "4"], {"limit": 9, "sequences": 16, "seed": 4, "rounds": 1}),
         (["cache", "--blocks", "7"], {"limit": 7, "sequences": 8}),
         (["simulate", "--histories", "256,512"], {"histories": (256, 512), "against": ()}),
