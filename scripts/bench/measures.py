@@ -110,7 +110,8 @@ class Prefill(Measure):
 
 
 class Batch(Measure):
-    """Several streams at once: all output tokens over wall time, prompts included.
+    """Several streams at once: all output tokens over wall time, prompts included; and, as `decode_tok_s`, while all
+    of them decode: from the first token of the last to begin to the last token of the first to end.
 
     A round goes on in the prompt file where the one before ended, so that no prompt is found in a cache before all
     were used.
@@ -129,15 +130,15 @@ class Batch(Measure):
     def row(self, job: Job, run: Run) -> dict[str, Any]:
         tokens = sum(len(stream.token_ids) for stream in run.streams)
         all_started = max(stream.ttft for stream in run.streams)
-        # Tokens made before the last prompt was read are not known one by one: each stream's are counted at its rate.
-        after = sum(_tokens_after(stream, all_started) for stream in run.streams)
+        one_ended = min(stream.last for stream in run.streams)
+        together = sum(_tokens_within(stream, all_started, one_ended) for stream in run.streams)
         return {
             "sequences": len(run.streams),
             "prompt_tokens": sum(stream.prompt_tokens for stream in run.streams),
             "cached_tokens": sum(stream.cached_tokens for stream in run.streams),
             "tokens": tokens,
             "tok_s": tokens / run.seconds,
-            "decode_tok_s": after / (run.seconds - all_started) if run.seconds > all_started else None,
+            "decode_tok_s": together / (one_ended - all_started) if one_ended > all_started else None,
             "ttft_ms": statistics.median(stream.ttft for stream in run.streams) * 1e3,
             "tokens_per_pass": _tokens_per_pass(run.streams),
         }
@@ -202,7 +203,8 @@ def _tokens_per_pass(streams: Sequence[Stream]) -> float:
     return tokens / passes if passes else 1.0
 
 
-def _tokens_after(stream: Stream, moment: float) -> float:
-    rest = len(stream.token_ids) - stream.first_tokens
-    span = stream.last - stream.ttft
-    return rest * min(1.0, max(0.0, (stream.last - moment) / span)) if span > 0 else 0.0
+def _tokens_within(stream: Stream, begin: float, end: float) -> int:
+    """Tokens that came behind `begin`, until `end`."""
+    times = itertools.accumulate(stream.gaps, initial=stream.ttft)
+    emitted = stream.emitted or [stream.first_tokens, *[1] * len(stream.gaps)]
+    return sum(n for n, when in zip(emitted, times, strict=True) if begin < when <= end + 1e-6)

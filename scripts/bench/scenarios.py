@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import random
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -163,7 +164,7 @@ def overhead(plan: Plan, say: Say) -> dict[str, Any]:
             turn: dict[str, Summary] = {"engine": {}, "umbra": {}}
             for clients in plan.clients:
                 say(f"round {number + 1} of {plan.rounds}: {clients} streams")
-                chosen = [ids[(i + (number + 1) * clients) % len(ids)] for i in range(clients)]
+                chosen = [_unknown(ids[(i + number * clients) % len(ids)]) for i in range(clients)]
                 with engine.turn():
                     run = engine.generate(chosen, plan.max_tokens)
                 turn["engine"] |= _figures(clients, [one.ttft for one in run.streams], plan.max_tokens, run.seconds)
@@ -179,6 +180,13 @@ def overhead(plan: Plan, say: Say) -> dict[str, Any]:
         (summary["umbra"][f"ttft_ms@{n}"] or 0) - (summary["engine"][f"ttft_ms@{n}"] or 0) for n in plan.clients[:1]
     )
     return report(plan, before, engine.versions, {"engine": engine.settings}, rows, summary)
+
+
+def _unknown(ids: Sequence[int]) -> list[int]:
+    """A prompt of which neither the engine nor the server has the beginning: a part of it comes first, reordered."""
+    start = list(ids[:8])
+    random.shuffle(start)
+    return [*start, *ids]
 
 
 def _with_slots(plan: Plan, slots: int) -> Plan:

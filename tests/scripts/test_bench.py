@@ -95,10 +95,13 @@ def test_prefill_prompts_have_the_length_asked_for_and_never_begin_alike():
 def test_batch_counts_all_tokens_over_wall_time():
     bench = measure(Batch, "batch", sequences=2, limit=2)
     assert [job.prompts for number in (0, 1) for job in bench.jobs(number)] == [[[0] * 5, [1] * 6], [[2] * 7, [3] * 8]]
-    row = bench.row(bench.jobs(0)[0], Run([stream(65, 0.5, 4.5), stream(65, 2.5, 4.5)], 5.0))
+    early = stream(65, 0.5, 4.5, gaps=[1 / 16] * 64)
+    late = stream(65, 2.5, 4.75, gaps=[2.25 / 32] * 32, emitted=[1, *[2] * 32])
+    row = bench.row(bench.jobs(0)[0], Run([early, late], 5.0))
     assert row["tok_s"] == pytest.approx(130 / 5)
-    assert row["decode_tok_s"] == pytest.approx((32 + 64) / 2.5)
+    assert row["decode_tok_s"] == pytest.approx((32 + 2 * 28) / 2)  # from 2.5 s on, until the first has ended
     assert row["ttft_ms"] == 1500
+    assert bench.row(bench.jobs(0)[0], Run([stream(65, 0.5, 2.0), late], 5.0))["decode_tok_s"] is None
 
 
 def test_ratios_are_ours_over_the_peers_best_variant():
