@@ -700,7 +700,8 @@ class Engine:
             self._emit(seq, emission)
             if seq.guide is not None and not seq.thinking:
                 assert drafts is not None
-                guiding.advance(self._guides, seq, () if thought else emission.token_ids, drafts, column)
+                tokens, alone = () if thought else emission.token_ids, len(self._by_id) == 1
+                guiding.advance(self._guides, seq, tokens, drafts, column, alone=alone)
         return n
 
     # ---- ends

@@ -340,8 +340,11 @@ class Guides:
         self._busy = 0
         self._workers = concurrent.futures.ThreadPoolExecutor(min(4, max(1, cores())), thread_name_prefix="umbra-mask")
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Have `work` done, which must not raise."""
+    def run(self, work: Callable[[], None], *, here: bool = False) -> None:
+        """Have `work` done, which must not raise; `here`: by the caller, who has nothing else to do."""
+        if here:
+            work()
+            return
         with self._changed:
             self._busy += 1
         self._workers.submit(self._run, work)

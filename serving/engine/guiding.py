@@ -37,9 +37,11 @@ def fill(guided: Guided, shard: Shard, sequences: Seq[Sequence], rows: int) -> N
         row += 1 + n
 
 
-def advance(guides: Guides, seq: Sequence, tokens: Seq[int], drafts: Drafts, column: int) -> None:
+def advance(
+    guides: Guides, seq: Sequence, tokens: Seq[int], drafts: Drafts, column: int, *, alone: bool = False
+) -> None:
     """Have the next pass of `seq` found, whose answer has just grown by `tokens`. `drafts` (of all slots, on the host)
-    were made behind them."""
+    were made behind them. `alone`: nobody else's step has to wait if it is found at once."""
     guide = seq.guide
     assert guide is not None
     length = int(drafts.length[column])
@@ -51,4 +53,4 @@ def advance(guides: Guides, seq: Sequence, tokens: Seq[int], drafts: Drafts, col
     room = seq.limit - seq.position
     most = max(0, min(MAX_DRAFT, room - 1)) if seq.sources else 0
     guide.steering = None
-    guides.run(lambda: guide.advance(tokens, chain, most, room))
+    guides.run(lambda: guide.advance(tokens, chain, most, room), here=alone)

@@ -154,9 +154,9 @@ def fill_row(
     rows.history[at, : len(prompt)] = prompt
     rows.history[at, len(prompt) : len(prompt) + len(generated)] = generated
     _fill_prediction(rows, at, params.prediction, len(prompt) + len(generated))
-    counts = 2 * np.bincount(generated, minlength=rows.counts.shape[1])
-    counts[prompt] += 1 - counts[prompt] % 2
-    rows.counts[at] = counts
+    rows.counts[at] = 0
+    np.add.at(rows.counts[at], generated, 2)
+    rows.counts[at, prompt] |= 1
     rows.temperature[at] = params.temperature
     rows.top_k[at] = min(params.top_k, 2**31 - 1)
     rows.top_p[at] = params.top_p

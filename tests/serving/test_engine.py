@@ -256,6 +256,22 @@ def test_cancelled_requests_say_so(tiny_engine: Engine) -> None:
     assert {ends[request].finish_reason for request in requests} == {"cancelled"}
 
 
+def test_what_is_forgotten_is_not_found(random_model: Callable, tiny_engine: Engine) -> None:
+    prompt = [7, 8, 9] * 60
+    for cached in (0, 179):
+        assert tiny_engine.generate([prompt], SamplingParams(max_tokens=2))[0].usage.cached_tokens == cached
+    running = tiny_engine.submit(prompt, SamplingParams(max_tokens=600), sink=lambda pairs: None)
+    for _ in range(50):  # beside a request, whose blocks stay
+        tiny_engine.forget()
+    tiny_engine.cancel(running)
+    wait_idle(tiny_engine)
+    tiny_engine.forget()
+    assert tiny_engine.stats().cached_blocks == 0
+    assert tiny_engine.generate([prompt], SamplingParams(max_tokens=2))[0].usage.cached_tokens == 0
+    with pytest.raises(EngineStopped):
+        Engine(random_model("tiny"), EngineConfig(slots=1, context_length=256, blocks=4)).forget()
+
+
 def test_full_queue_is_refused_with_a_time(tiny_engine: Engine) -> None:
     requests = []
     with pytest.raises(QueueFull) as refused:
