@@ -33,17 +33,20 @@ class Completion:
 
 
 class _Inbox:
-    """A sink that keeps what it receives until it is asked for."""
+    """A sink that keeps what it receives until it is asked for. What a step brought wakes whoever asks once: each time
+    costs the engine's thread more than all the rest of an emission."""
 
     def __init__(self) -> None:
-        self._pairs: queue.SimpleQueue[Pair] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Sequence[Pair]] = queue.SimpleQueue()
+        self._pairs: deque[Pair] = deque()
 
     def __call__(self, pairs: Sequence[Pair]) -> None:
-        for pair in pairs:
-            self._pairs.put(pair)
+        self._steps.put(pairs)
 
     def get(self) -> Pair:
-        return self._pairs.get()
+        while not self._pairs:
+            self._pairs.extend(self._steps.get())
+        return self._pairs.popleft()
 
 
 def stream(

@@ -652,7 +652,9 @@ class Engine:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        result = StepResult(*(np.asarray(part) for part in pending.result))  # type: ignore[arg-type]
+        result = StepResult(*(np.asarray(part) for part in pending.result))
+        listed = {name: getattr(result, name).tolist() for name in ("tokens", "sources", "drafted", "first")}
+        result = result._replace(**listed)  # they are gone through for every slot, which takes NumPy longer
         logits = np.asarray(pending.logits) if pending.logits is not None else None
         hidden = np.asarray(pending.hidden) if pending.hidden is not None else None
         drafts = Drafts(*map(np.asarray, pending.drafts)) if pending.drafts is not None else None  # type: ignore[arg-type]
@@ -680,7 +682,7 @@ class Engine:
     ) -> int:  # fmt: skip
         """Commit what a step chose for `seq`; the number of its new tokens."""
         first, since, thought = not seq.generated, seq.last_token, seq.thinking
-        row = seq.shard * self.device.rows + int(result.first[0, column])
+        row = seq.shard * self.device.rows + result.first[0][column]
         wanted = logits if seq.params.digest else None
         grown = _grown(result, column, row, wanted, hidden, seq.params.logprobs)
         emission = seq.commit(grown, now)
@@ -791,23 +793,23 @@ def _grown(
 ) -> Grown:  # fmt: skip
     """What a step brought for the slot in `column`. `logits` and `hidden` are those of its one pass, the slot's from
     `row` on."""
-    at = np.argwhere(result.tokens[:, column] >= 0)  # [tokens, 2]: pass, place
+    at = [(n, w) for n, slots in enumerate(result.tokens) for w, token in enumerate(slots[column]) if token >= 0]
     rows = slice(row, row + len(at))
     return Grown(
-        tokens=[int(result.tokens[n, column, w]) for n, w in at],
-        sources=[int(result.sources[n, column, w]) for n, w in at],
+        tokens=[result.tokens[n][column][w] for n, w in at],
+        sources=[result.sources[n][column][w] for n, w in at],
         logprobs=[] if n_logprobs is None else [_logprob(result, n, column, w, n_logprobs) for n, w in at],
         digests=[] if logits is None else [crc32(row.tobytes()) for row in logits[rows]],
         features=None if hidden is None else hidden[rows].astype(np.float16),
-        passes=len(set(at[:, 0].tolist())),
-        drafted=int(result.drafted[:, column].sum()),
+        passes=len({n for n, _ in at}),
+        drafted=sum(slots[column] for slots in result.drafted),
     )
 
 
 def _logprob(result: StepResult, n: int, column: int, w: int, wanted: int) -> TokenLogprob:
     top = zip(result.top_ids[n, column, w, :wanted], result.top_logprobs[n, column, w, :wanted], strict=True)
     return TokenLogprob(
-        int(result.tokens[n, column, w]),
+        result.tokens[n][column][w],
         float(result.logprobs[n, column, w]),
         tuple((int(token), float(logprob)) for token, logprob in top),
     )

@@ -253,7 +253,7 @@ class _Builder:
         )  # fmt: skip
         layers = jax.ShapeDtypeStruct((self.config.n_layers + 1,), np.int32, sharding=NamedSharding(self.mesh, P()))
         spec = self.state_spec
-        result = StepResult(*[P(None, "data")] * len(StepResult._fields))  # type: ignore[arg-type]
+        result = StepResult(*[P(None, "data")] * len(StepResult._fields))
         width = tokens + self.rows
         name = f"{kind}_b{self.engine.slots}_t{width}" + (f"_n{passes}" if passes > 1 else "")
         run = execution(self.config, self.engine, self.mesh, self.kernels, prefill=prefill)

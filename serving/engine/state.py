@@ -280,13 +280,13 @@ class Kept(NamedTuple):
 class StepResult(NamedTuple):
     """What the host reads after a step of N passes; W = 1 + J tokens of a slot in a pass, -1 where there is none."""
 
-    tokens: jax.Array  # int32 [N, B, W]: what the slot's answer grew by
-    sources: jax.Array  # int32 [N, B, W]: who drafted them; 0: the trunk
-    drafted: jax.Array  # int32 [N, B]: drafted tokens in the pass
-    first: jax.Array  # int32 [N, B]: the slot's first row of `Kept`
-    logprobs: jax.Array  # float32 [N, B, W]
-    top_ids: jax.Array  # int32 [N, B, W, MAX_TOP_LOGPROBS]
-    top_logprobs: jax.Array  # float32 [N, B, W, MAX_TOP_LOGPROBS]
+    tokens: Leaf  # int32 [N, B, W]: what the slot's answer grew by
+    sources: Leaf  # int32 [N, B, W]: who drafted them; 0: the trunk
+    drafted: Leaf  # int32 [N, B]: drafted tokens in the pass
+    first: Leaf  # int32 [N, B]: the slot's first row of `Kept`
+    logprobs: Leaf  # float32 [N, B, W]
+    top_ids: Leaf  # int32 [N, B, W, MAX_TOP_LOGPROBS]
+    top_logprobs: Leaf  # float32 [N, B, W, MAX_TOP_LOGPROBS]
 
     @staticmethod
     def empty(passes: int, slots: int) -> StepResult:

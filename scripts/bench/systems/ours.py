@@ -133,9 +133,12 @@ class Ours(System):
         """Run all prompts at once: of each, when its emissions came (seconds after `began`) and what they were."""
         inbox: queue.SimpleQueue[tuple[float, Sequence[tuple[str, Emission]]]] = queue.SimpleQueue()
         emissions: dict[str, list[tuple[float, Emission]]] = {}
+
+        def sink(pairs: Sequence[tuple[str, Emission]]) -> None:
+            inbox.put((time.perf_counter(), pairs))
+
         for prompt, each in zip(prompts, params, strict=True):
-            request = self.engine.submit(prompt, each, sink=lambda pairs: inbox.put((time.perf_counter(), pairs)))
-            emissions[request] = []
+            emissions[self.engine.submit(prompt, each, sink=sink)] = []
         running = len(prompts)
         while running:
             when, pairs = inbox.get()
