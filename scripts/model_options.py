@@ -117,7 +117,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--quant", default="auto", type=only("auto", "none", "int8", "int4"),
-        help="weights: auto (as the file has them, with native or TPU kernels), none (float32 on a CPU, "
+        help="weights: auto (as the file has them, with native kernels; else as none), none (float32 on a CPU, "
         "bfloat16 on a TPU), int8 or int4 (requantised)",
     )  # fmt: skip
     parser.add_argument(

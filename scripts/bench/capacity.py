@@ -1,9 +1,10 @@
 """One conversation too long for any memory: its KV goes to the disk block by block, the process is killed, and the next
-one lists the conversation, finds its blocks and brings all of them up again.
+one lists the conversation, finds its blocks and reads all of them back.
 
-Blocks are of the model's own size and hold noise, each token's from its place, so that every byte that comes back is
-known; what would compute them is not part of this. `*_peak_bytes` is what a process has held at most beyond what it
-held before, for which `allowed_bytes` are configured.
+Blocks are of the model's own size and hold noise that depends on their place, so that every byte that comes back is
+known; what would compute them, and the device that would take them, are not part of this. `ready_s` is from the loaded
+model to the engine that serves; `*_peak_bytes` is what a process has held at most beyond what it held before, for which
+`allowed_bytes` are configured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
             with reader.turn():
                 reader.load(our_setup(plan))
                 started = reader.call("start", folder, CACHE, 256, 2.0, 1)
-                say("bringing it up")
+                say("reading it back")
                 found = reader.call("recall_conversation", plan.prompt_tokens)
                 reader.call("check")
         finally:

@@ -62,7 +62,7 @@ ABOUT = {
     "exact": "whether ids and logits depend on drafts, batch mates, chunks, pass widths, table width or threads",
     "resume": "a new turn of a stored conversation: from each tier, and after kill -9, against recomputing",
     "context": "attention of one token against the length of its context, through a table and over contiguous KV",
-    "capacity": "a conversation of a million tokens: its KV stored, found again after kill -9, and brought up",
+    "capacity": "a conversation of a million tokens: its KV stored, found again after kill -9, and read back",
     "soak": "many requests with tiers on and off: the same ids, nothing lost, nothing leaked",
     "cache": "reads of blocks from the disk, and what writing them costs while answers are made",
     "simulate": "tiers of other machines, by a simulator that is fitted to this one; hit ratios by policy",
@@ -230,7 +230,13 @@ def _serve_options(sub: argparse.ArgumentParser) -> None:
         "--clients", type=_numbers, metavar="N,...",
         help="concurrent: clients at once; overhead: streams (default: 1,16,100, for overhead 1,32)",
     )  # fmt: skip
-    sub.add_argument("--sequences", type=positive, default=8, metavar="N", help="requests open at once")
+    sub.add_argument(
+        "--sequences",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="slots of our server; arrivals: requests open at once, too",
+    )  # fmt: skip
     sub.add_argument("--limit", type=positive, default=32, metavar="N", help="requests of a round")
     sub.add_argument("--max-tokens", type=positive, metavar="N", help="tokens of an answer (default: 64)")
     sub.add_argument("--rate", type=_factor, metavar="X", help="Poisson arrivals (or tokens) per second (default: 1)")

@@ -31,7 +31,7 @@ USED = {
     "quality": (*_MODEL, "against", "prompts", "limit", "sequences", "max_tokens", "variants"),
     "exact": ("quant", "kernels", "kv", "embedding", "shadow", "prompts", "limit", "max_tokens", "drafting_only"),
     "resume": (*_TIERS, "rounds", "prompts", "prompt_tokens", "new_tokens"),
-    "capacity": ("quant", "kernels", "kv", "folder", "prompt_tokens"),
+    "capacity": ("quant", "threads", "kernels", "kv", "embedding", "folder", "prompt_tokens"),
     "context": ("quant", "threads", "kernels", "kv", "against", "rounds", "contexts"),
     "soak": (*_TIERS, "limit", "sequences", "seed"),
     "cache": (*_TIERS, "rounds", "prompts", "limit", "sequences", "max_tokens"),

@@ -9,7 +9,7 @@ also `walk`, `quality` also `embedding`, `serve` also `start`, `levels` also `la
 fills `batch16` (or whatever their number is), a `decode` of other prompts `decode:NAME` and `drafts:NAME`, NAME being
 that of the prompt file without its ending, a scenario of `serve` `serve:SCENARIO`, a `soak` of another model than the
 default `soak:MODEL`.
-A void report is refused.
+A report that is void, or of a run with differences, is refused.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     reports = [json.loads(path.read_text()) for path in paths]
     for path, report in zip(paths, reports, strict=True):
-        if report.get("void"):
-            print(f"readme: {path} is of a void run: {report['void']}", file=sys.stderr)
-            return 1
+        for wrong in ("void", "differences"):
+            if report.get(wrong):
+                print(f"readme: {path} is of a run that is not as it should be: {report[wrong]}", file=sys.stderr)
+                return 1
     text = README.read_text()
     for name, value in figures(reports).items():
         text, found = replace(text, name, value)
@@ -105,7 +106,7 @@ def speeds(report: dict[str, Any]) -> str:
 
 
 def streams(report: dict[str, Any]) -> str:
-    """Tokens per second of several streams together: all of them, and those made once every prompt was read."""
+    """Tokens per second of several streams together: all of them, and those made while all streams decode."""
     summary, ratio = report["summary"], report["ratios"].get("decode_tok_s", {})
     if "decode_tok_s" not in summary["umbra"]:
         return speeds(report)
@@ -115,7 +116,7 @@ def streams(report: dict[str, Any]) -> str:
         if name in ratio
     ]
     decoding = "; ".join([f"**{summary['umbra']['decode_tok_s']:,.0f} tokens/s**", *peers])
-    return f"prompts included: {speeds(report)}. Decoding only: {decoding}"
+    return f"prompts included: {speeds(report)}. While all decode: {decoding}"
 
 
 def busy(report: dict[str, Any]) -> str | None:
@@ -330,7 +331,7 @@ def machine(reports: Sequence[dict[str, Any]]) -> str:
 def tpu(reports: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the decode programs: a line for each model, topology and number of sequences."""
     rows = [
-        "| model, topology, mesh | sequences a chip | decode | decode_n, a pass | drafting pass "
+        "| model, topology, mesh | sequences a data shard | decode | decode_n, a pass | drafting pass "
         "| tokens/s a chip, 1 / 5 tokens a pass |",
         "|---|---|---|---|---|---|",
     ]

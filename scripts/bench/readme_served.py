@@ -37,7 +37,7 @@ def questions(report: dict[str, Any]) -> str:
     for name, entry in report["summary"].items():
         times = " / ".join(f"{entry[f'ttft_ms@{n}']:,.1f}" for n in words)
         parts.append(f"{name}: {times} ms")
-    flat = f"the slowest is {report['summary']['umbra']['flat']:.2f}x the fastest"
+    flat = f"of umbra the slowest length is {report['summary']['umbra']['flat']:.2f}x the fastest"
     return f"{'; '.join(parts)} for {' / '.join(words)} words; {flat}"
 
 
@@ -60,8 +60,8 @@ def capacity(report: dict[str, Any]) -> str:
     peaks = f"{made['store_peak_bytes'] / 1e6:,.0f} and {made['recall_peak_bytes'] / 1e6:,.0f}"
     return (
         f"{made['tokens']:,} tokens, {made['store_disk_bytes'] / gb:.1f} GB: stored in {made['store_seconds']:.0f} s; "
-        f"after kill -9 ready in {made['ready_s']:.1f} s, listed in {made['recall_list_ms']:.0f} ms, found in "
-        f"{made['recall_match_ms']:.0f} ms, brought up in **{made['recall_seconds']:.1f} s**, every byte the same; "
+        f"after kill -9 the engine starts in {made['ready_s']:.1f} s, lists it in {made['recall_list_ms']:.0f} ms, "
+        f"finds it in {made['recall_match_ms']:.0f} ms and has it read back in **{made['recall_seconds']:.1f} s**; "
         f"memory grew by {peaks} MB (allowed: {made['allowed_bytes'] / 1e6:,.0f})"
     )
 

@@ -24,8 +24,8 @@ END = b"data: [DONE]"
 class Stream:
     """A streamed answer. Seconds count from when the request was sent."""
 
-    first: float = 0.0
-    """When the first text came."""
+    first: float | None = None
+    """When the first text came; None: there was none."""
     last: float = 0.0
     events: int = 0
     tokens: int = 0
@@ -33,13 +33,17 @@ class Stream:
 
     @property
     def tok_s(self) -> float | None:
-        """Tokens after the first over the time after it."""
-        return (self.tokens - 1) / (self.last - self.first) if self.last > self.first > 0 else None
+        """Tokens but one over the time after the first text, which several may have come with: about."""
+        if self.first is None or self.last <= self.first:
+            return None
+        return (self.tokens - 1) / (self.last - self.first)
 
     @property
     def events_s(self) -> float:
         """Events after the first over the time after it."""
-        return (self.events - 1) / (self.last - self.first) if self.last > self.first else 0.0
+        return (
+            (self.events - 1) / (self.last - self.first) if self.first is not None and self.last > self.first else 0.0
+        )
 
 
 async def stream(url: str, path: str, body: dict[str, Any]) -> Stream:
@@ -57,8 +61,10 @@ async def stream(url: str, path: str, body: dict[str, Any]) -> Stream:
             if not piece:
                 raise BenchError(f"the stream ended early: {rest[-200:].decode(errors='replace')}")
             now = time.perf_counter() - began
+            if not rest and not piece.startswith(b"HTTP/1.1 200"):
+                raise BenchError(f"refused: {piece[:300].decode(errors='replace')}")
             rest = rest[-1000:] + piece
-            if not made.first and TEXT.search(rest):
+            if made.first is None and TEXT.search(rest):
                 made.first = now
             made.events, made.last = made.events + piece.count(EVENT), now
             pieces += len(TEXT.findall(piece))

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 
 from ..effort import Effort, Prepared
-from ..engine.request import Emission, SamplingParams
+from ..engine.request import Emission, Keep, SamplingParams
 from .body import read_json
 from .cached_contents import find_beginning
 from .conversation import Conversation, check_model
@@ -58,6 +58,8 @@ class Call:
     candidates: int
     show_thoughts: bool
     tools: Tools | None
+    keep: Keep = "blocks"
+    """What may outlive the request: KV in all tiers, unless it says that nothing is to be stored."""
     cached: int = 0
     """Tokens of the cached content that the prompt begins with."""
 
@@ -190,6 +192,7 @@ def _call(body: GenerateBody, service: Service, loaded: Loaded, model: str, tena
         candidates=candidates_of(config, service, loaded, name),
         show_thoughts=thinking is not None and bool(thinking.include_thoughts),
         tools=tools,
+        keep="nothing" if body.store is False else "blocks",
     )
 
 
@@ -221,7 +224,7 @@ async def _run(request: Request, service: Service, call: Call, form: Form | None
     info = request_info(request.scope)
     handed_over = False
     try:
-        (prepared,) = await service.submit(reply, lambda: [call.prepare()], call.candidates, "contents")
+        (prepared,) = await service.submit(reply, lambda: [call.prepare()], call.candidates, "contents", call.keep)
         prompt_tokens = len(prepared.prompt)
         told = effort_notes(prepared)
         info.notes.update(prompt_tokens=prompt_tokens, **told)

@@ -65,8 +65,8 @@ _OTHER_TOOLS = (
 
 
 def check_body(body: GenerateBody, where: str = "") -> None:
-    """Refuse fields beside the contents and the configuration that cannot be honoured. Safety settings, labels, the
-    service tier and `store` change nothing in an answer and are accepted."""
+    """Refuse fields beside the contents and the configuration that cannot be honoured. Safety settings, labels and
+    the service tier change nothing in an answer and are accepted."""
     if body.cached_content is not None:
         name = f"{where}cachedContent"
         for field in ("system_instruction", "tools", "tool_config"):

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 
 from ..effort import Prepared
-from ..engine.request import Emission, Usage
+from ..engine.request import Emission, Keep, Usage
 from ..engine.thoughts import Thinking
 from .bridge import Reply
 from .errors import openai_body
@@ -71,6 +71,11 @@ class Call:
         return self.prompts * self.n
 
     @property
+    def keep(self) -> Keep:
+        """What may outlive the request: KV in all tiers, unless it says that nothing is to be stored."""
+        return "nothing" if (self.body.model_extra or {}).get("store") is False else "blocks"
+
+    @property
     def include_usage(self) -> bool:
         options = self.body.stream_options
         return options is not None and bool(options.include_usage)
@@ -93,7 +98,7 @@ async def respond(request: Request, service: Service, call: Call) -> Response:
     handed_over = False
     notes = request_info(request.scope).notes
     try:
-        prepared = await service.submit(reply, call.prepare, call.n, call.prompt_param)
+        prepared = await service.submit(reply, call.prepare, call.n, call.prompt_param, call.keep)
         call.shape.thinking = prepared[0].params.thinking
         effort = effort_notes(prepared[0])
         notes["prompt_tokens"] = prompt_tokens = sum(len(one.prompt) for one in prepared)

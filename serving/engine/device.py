@@ -207,8 +207,8 @@ class Device:
     # ---- steps
 
     def new_input(self, prefill: bool) -> StepInput:
-        """A host input that does nothing. Always fresh: JAX may still read the last one. Only that no slot is guided
-        is always the same, on the device."""
+        """A host input that does nothing. Its arrays are fresh, since JAX may still read the last ones; only `guided`
+        is always the same, on the device, and not to be written to (`new_guided`)."""
         blank = self._blank[prefill]
         return blank._replace(**{name: part.copy() for name, part in blank._asdict().items() if name != "guided"})
 

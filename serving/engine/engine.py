@@ -108,8 +108,9 @@ class _Pending:
 
 
 class Engine:
-    """Continuous batching over one model. `submit`, `cancel`, `forget`, `stream`, `generate` and `stats` may be called
-    from any thread; everything else belongs to the thread that made the engine."""
+    """Continuous batching over one model. `submit`, `cancel`, `stats`, `choice_params` and `compile_grammar` may be
+    called from any thread; `forget`, `stream` and `generate`, which wait for the engine, from any but the engine's own
+    (not from a sink). Everything else belongs to the thread that made the engine."""
 
     def __init__(
         self,
@@ -450,10 +451,12 @@ class Engine:
             self._arrived = False
             self._waiting.extend(incoming)
         if forgetting:
-            for shard in self.shards:
-                shard.pool.clear()
-            for done in forgetting:
-                done.set()
+            try:
+                for shard in self.shards:
+                    shard.pool.clear()
+            finally:
+                for done in forgetting:
+                    done.set()
         for request in cancelled:
             seq = self._by_id.get(request)
             if seq is not None:

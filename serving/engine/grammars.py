@@ -2,7 +2,8 @@
 
 `Grammars` compiles what requests ask for, once each, in the thread that asks. A `Guide` follows one answer: after every
 step it finds the masks of the next pass's rows, along the tokens that are drafted for it. `Guides` has threads that do
-this while the device is busy with others' steps, so that no step waits for a mask.
+this while the device is busy with others' steps, so that no step waits for a mask; of a request that runs alone, the
+step's thread does it at once.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Grammars:
         return Compiled(matcher, first, ends, self._landing(grammar, matcher, ends))
 
     def _landing(self, grammar: Grammar, matcher: LLMatcher, ends: Ends) -> Landing | None:
-        way = ends.way(matcher, self.words, _fill) if grammar.longest_part is not None else None
+        # A copy: a matcher that has run into a limit on the way stays of no use.
+        way = ends.way(matcher.deep_copy(), self.words, _fill) if grammar.longest_part is not None else None
         if way is None:
             return None
         characters = sum(len(self._tokenizer.token_bytes(token)) for token in way)
@@ -333,7 +335,7 @@ def _first_line(text: str) -> str:
 
 
 class Guides:
-    """Threads that find the next passes of answers."""
+    """Who finds the next passes of answers: threads, or the caller."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""Ending an answer in time: where little room is left, the shortest way to the end of a JSON text is taken.
+"""Ending an answer in time: where little room is left, a short way to the end of a JSON text is taken.
 
 A model may well write a string or a list without end. What it is to write here has a meaning only as a whole, so the
 last tokens that it may have are used to finish it. Nothing but the tokens so far and the room left decides, so drafting
@@ -44,7 +44,7 @@ class Ends:
     def __init__(
         self, tokens: Sequence[bytes], eos_ids: Sequence[int], vocab_size: int, eos_id: int | None = None
     ) -> None:
-        """`eos_id` is the one of `eos_ids` that a model uses most."""
+        """`eos_id` is the likeliest of `eos_ids`."""
         ids = {text: i for i, text in reversed(list(enumerate(tokens)))}
         self._eos = frozenset(eos_ids)
         self._end = eos_id if eos_id in self._eos else eos_ids[-1]
@@ -100,7 +100,7 @@ class Landing:
     """When an answer turns to its end."""
 
     def __init__(self, whole: int, part: int) -> None:
-        """`whole` is the length of the shortest answer, in tokens; `part` that by which a single token may make the way
+        """`whole` is the length of a short answer, in tokens; `part` that by which a single token may make the way
         to the end longer."""
         self.slack = LEAST_SLACK + part
         self.zone = 2 * whole + 2 * self.slack + 32

@@ -30,7 +30,7 @@ class Tiered:
     model: Model
     engine: Engine
     upkeep: float
-    """Seconds that the engine's thread has spent on the tiers."""
+    """Seconds that the engine's thread has spent bringing blocks up and copying them down in steps."""
 
     def load(self, setup: Setup) -> dict[str, Any]:
         prepare(setup.threads, None, setup.kernels)
@@ -243,6 +243,9 @@ class Tiered:
         """Store an interaction of so many tokens, and their blocks with contents of which every byte is known."""
         store = self.engine.store
         assert store is not None
+        disk = store.cache.disk
+        if disk is None:
+            raise RuntimeError("the folder cannot be used as a tier")
         ids = _ids(tokens, self.vocabulary())
         with _Peak() as peak:
             who = store.identity("alice")
@@ -251,9 +254,9 @@ class Tiered:
             for i, info in enumerate(who.chain(ids)):
                 while not store.cache.offer(info, _noise(store.cache.layout, i)):
                     time.sleep(0.005)
-            store.cache.flush(IDLE)
-        disk = store.cache.disk
-        assert disk is not None
+            written = store.cache.flush(IDLE)
+        if not written:
+            raise RuntimeError(f"blocks were not written within {IDLE:g} s")
         return {"tokens": tokens, "seconds": peak.seconds, "peak_bytes": peak.bytes, "disk_bytes": disk.used_bytes}
 
     def recall_conversation(self, tokens: int) -> dict[str, Any]:
@@ -276,7 +279,7 @@ class Tiered:
             while not load.done:
                 for block in load.poll():
                     expected = _noise(store.cache.layout, places[block.info.key])
-                    same = same and all(map(_same_bytes, block.arrays, expected))
+                    same = same and all(_same_bytes(*pair) for pair in zip(block.arrays, expected, strict=True))
                     store.cache.promote(load, [block])
                     blocks += 1
                 time.sleep(0.0005)
@@ -371,9 +374,10 @@ def _noise(layout: Any, place: int) -> list[Any]:
 
     from ....configs.engine import BLOCK
 
-    if not _NOISE or len(_NOISE[0]) < layout.block_bytes + 65536:
-        _NOISE[:] = [np.random.default_rng(0).integers(0, 256, layout.block_bytes + 65536, dtype=np.uint8)]
-    at, contents = place * 64 % 65536, []
+    size = layout.block_bytes + _SPREAD
+    if not _NOISE or len(_NOISE[0]) < size:
+        _NOISE[:] = [np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)]
+    at, contents = place * 64 % _SPREAD, []
     for part in layout.parts:
         nbytes = part.nbytes(BLOCK)
         contents.append(_NOISE[0][at : at + nbytes].view(part.dtype).reshape(part.shape))
@@ -382,6 +386,8 @@ def _noise(layout: Any, place: int) -> list[Any]:
 
 
 _NOISE: list[Any] = []
+_SPREAD = 1 << 20
+"""Bytes among which blocks begin: 16,384 of them differ."""
 
 
 def drop_pages(folder: Path) -> None:

@@ -120,6 +120,7 @@ class Running:
     taken: int = 0
     priority: int = 0
     principal: str = "local"
+    keep: str = "blocks"
 
 
 class FakeEngine:
@@ -175,7 +176,7 @@ class FakeEngine:
                 raise QueueFull(len(self.running), 2.5)
             name = request_id or str(next(self._ids))
             steps = iter(self.plan(list(prompt_ids), params))
-            one = Running(list(prompt_ids), params, sink, steps, priority=priority, principal=principal)
+            one = Running(list(prompt_ids), params, sink, steps, priority=priority, principal=principal, keep=keep)
             self.submitted.append(one)
             self.running[name] = one
         return name

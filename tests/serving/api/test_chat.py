@@ -215,6 +215,13 @@ def test_harmless_options_are_accepted_and_unknown_ones_named(api):
     assert response.headers["x-umbra-ignored"] == "temprature"
 
 
+@pytest.mark.parametrize(("store", "keep"), [(None, "blocks"), (True, "blocks"), (False, "nothing")])
+def test_what_is_not_to_be_stored_leaves_nothing_behind(api, store, keep):
+    for stream in (False, True):
+        assert api.chat(store=store, stream=stream).status_code == 200
+        assert api.engine.submitted[-1].keep == keep
+
+
 def test_empty_answer(api):
     api.engine.plan = lambda prompt, params: [Emission("", (257,), finish_reason="stop_token")]
     assert api.chat().json()["choices"][0]["message"]["content"] == ""

@@ -241,6 +241,12 @@ def test_edges(api, option, field, value):
     assert getattr(api.engine.submitted[0].params, field) == value
 
 
+@pytest.mark.parametrize(("store", "keep"), [(None, "blocks"), (True, "blocks"), (False, "nothing")])
+def test_what_is_not_to_be_stored_leaves_nothing_behind(api, store, keep):
+    assert generate(api, store=store).status_code == 200
+    assert api.engine.submitted[0].keep == keep
+
+
 def test_accepted_and_without_effect(api):
     response = generate(
         api,
