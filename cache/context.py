@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_RATES = {"memory": 2e9, "disk": 5e8, "objects": 5e7}  # bytes a second, believed until the first load
 _FORGOTTEN = 10.0  # seconds in which what was deleted is refused: a copy of it may be on its way
+LEAST_PART = 16
+"""Tokens that a block must have in common with a prompt, or all that it has: less is computed as fast as it is read."""
 _REFRESH = 30.0  # seconds between looks at what other machines have put into the object store
 
 
@@ -212,6 +214,8 @@ class ContextCache:
             if part is None:
                 continue
             lease.add(tier, part[0])
+            if part[1] < min(LEAST_PART, part[0].info.n_tokens):
+                continue
             if best is None or part[1] > best.tokens:
                 best = Found(part[0].info, tier, *part)
         return best

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ...cache.context import LEAST_PART
 from ...cache.keys import block_key
 from ...cache.pool import BlockPool
 from ...configs.engine import BLOCK
@@ -31,9 +32,6 @@ MAKE_WAY_AFTER = 0.5
 
 LONG = 16
 """Tokens that an answer has had before it may have to make way."""
-
-LEAST_PART = 16
-"""Tokens of a block that others share only in part, from which it is copied: less is computed as fast."""
 
 PRIORITY_SECONDS = 15.0
 """A step of priority is worth so many seconds of waiting, so nobody waits for ever."""
