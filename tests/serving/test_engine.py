@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -511,3 +514,32 @@ def test_configuration_errors(random_model: Callable) -> None:
         Engine(model, EngineConfig(blocks=4))
     with pytest.raises(ValueError, match="more than the 2048 positions of tiny"):
         Engine(model, EngineConfig(context_length=4096))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")
+def test_a_long_answer(random_model: Callable) -> None:
+    """Its end is what a prompt with all before it leads to, it leaks nothing, and memory does not grow with it. Longer
+    ones: UMBRA_TEST_LONG."""
+    tokens, tail = int(os.environ.get("UMBRA_TEST_LONG", "3000")), 40
+    model = random_model("tiny")
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, context_length=tokens + 256))
+    sizes = EngineConfig(slots=2, context_length=tokens + 256, blocks=2 * (tokens // 128 + 4))
+    resident: list[int] = []
+    ids: list[int] = []
+
+    with Engine(model, sizes) as engine:
+        engine.start()
+        for emission in engine.stream(PROMPT, SamplingParams(max_tokens=tokens, temperature=0.7, seed=1)):
+            if len(ids) // 500 != (len(ids) + len(emission.token_ids)) // 500:
+                resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+            ids += emission.token_ids
+        assert len(ids) == tokens and emission.finish_reason == "max_tokens"
+        wait_idle(engine)
+        engine.check()
+        assert engine.stats().used_blocks == 0
+        assert resident[-1] - resident[1] < 20e6 + 200 * tokens, "memory grew"
+    with Engine(model, sizes) as engine:
+        engine.start()
+        known = [*PROMPT, *ids[:-tail]]
+        (again,) = engine.generate([known], SamplingParams(max_tokens=tail, temperature=0.7, seed=1))
+    assert list(again.token_ids) == ids[-tail:]
