@@ -24,6 +24,7 @@ from . import (
     forms,
     harness,
     kernels,
+    kv,
     levels,
     lossy,
     passes,
@@ -54,6 +55,7 @@ ABOUT = {
     "passes": "a pass of several tokens over one of a single token; what a long context adds to a pass",
     "kernels": "single operations against the machine's measured peak and plain JAX",
     "quality": "agreement with the float32 model, and perplexity, on its own answers",
+    "kv": "what int8 KV costs against float32: other tokens chosen, less found in long prompts",
     "levels": "the levels side by side: speed, agreement with the trunk, task score, thoughts; subsets of layers",
     "flat": "tokens/s over windows of a long stream, with the growing KV divided out",
     "schema": "answers in the form of random JSON schemas against free ones: speed, and whether they are valid",
@@ -77,7 +79,7 @@ FAST = 4000.0
 TIERED = ("resume", "capacity", "soak", "cache", "simulate")
 """Benchmarks of the tiers of the context cache."""
 
-ALONE = ("exact", "levels", "schema", "skips", "relax", *TIERED)
+ALONE = ("exact", "kv", "levels", "schema", "skips", "relax", *TIERED)
 """Benchmarks that compare with nothing else."""
 
 DRAFTED = (
@@ -86,7 +88,7 @@ DRAFTED = (
 """Benchmarks that draft as they are told."""
 OPERATIONS = ("kernels", "context")
 """Benchmarks of single operations."""
-ONCE = ("quality", "exact", "skips", "relax", "capacity", "soak", "simulate")
+ONCE = ("quality", "kv", "exact", "skips", "relax", "capacity", "soak", "simulate")
 """Benchmarks without rounds."""
 BUILT_IN = ("skips", "relax")
 """Benchmarks that need more prompts than a file of ours has."""
@@ -219,6 +221,15 @@ def _quality_options(sub: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _kv_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--limit", type=positive, default=40, metavar="N", help="first N prompts, to be answered")
+    sub.add_argument("--max-tokens", type=positive, default=96, metavar="N", help="tokens of an answer")
+    sub.add_argument("--needles", type=positive, default=100, metavar="N", help="long lists, of which a line is asked")
+    sub.add_argument(
+        "--list-tokens", type=positive, default=2000, metavar="N", dest="prompt_tokens", help="tokens of a list, about"
+    )
+
+
 def _serve_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--scenario", choices=SCENARIOS, default="arrivals",
@@ -328,6 +339,7 @@ _ADD = {
     "passes": _passes_options,
     "kernels": _kernels_options,
     "quality": _quality_options,
+    "kv": _kv_options,
     "exact": _exact_options,
     "levels": _levels_options,
     "flat": _flat_options,
@@ -406,6 +418,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
     values |= {"threads": args.threads or cores(), "embedding": str(args.embedding)}
     if args.bench in ("kernels", "exact") and args.mesh:
         raise ValueError(f"{args.bench} runs on one device: --mesh is not supported")
+    if args.bench == "kv" and args.kv != "auto":
+        raise ValueError("kv compares float32 with int8: --kv is not supported")
     values.setdefault("draft", "off")
     if args.bench in (*OPERATIONS, "capacity", "soak", "schema"):
         values["prompts"] = DEFAULT
@@ -526,6 +540,7 @@ RUN = {
     "passes": passes.run,
     "kernels": kernels.run,
     "quality": quality.run,
+    "kv": kv.run,
     "exact": exact.run,
     "levels": levels.run,
     "flat": flat.run,

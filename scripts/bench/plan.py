@@ -28,6 +28,18 @@ USED = {
     "serve": _ARRIVALS,
     "passes": (*_MODEL, "shadow", "against", "prompts", "rounds", "widths", "prompt_tokens"),
     "kernels": ("quant", "threads", "kernels", "kv", "embedding", "against", "rounds", "ops", "widths", "contexts"),
+    "kv": (
+        "quant",
+        "threads",
+        "mesh",
+        "kernels",
+        "embedding",
+        "prompts",
+        "limit",
+        "max_tokens",
+        "needles",
+        "prompt_tokens",
+    ),
     "quality": (*_MODEL, "against", "prompts", "limit", "sequences", "max_tokens", "variants"),
     "exact": ("quant", "kernels", "kv", "embedding", "shadow", "prompts", "limit", "max_tokens", "drafting_only"),
     "resume": (*_TIERS, "rounds", "prompts", "prompt_tokens", "new_tokens"),
@@ -61,11 +73,14 @@ class Plan:
     each: int | None = None  # decode: prompts of each category, instead of the first `limit`
     draft_length: int | None = None  # always so many drafted tokens; None: the gate decides
     temperature: float = 0.0  # decode, of ours: above 0, drawn with seeds
-    prompt_tokens: int = 0  # prefill: of a prompt; passes: the long context
+    prompt_tokens: int = (
+        0  # prefill: of a prompt; passes: the long context; resume, capacity: the conversation; kv: the list
+    )
     busy: int = 0  # decode: busy processes beside a second run of every prompt
     widths: tuple[int, ...] = ()  # passes: tokens of a pass; kernels: rows of a product
     contexts: tuple[int, ...] = ()  # kernels: tokens that attention sees
     ops: tuple[str, ...] = ()  # kernels
+    needles: int = 0  # kv
     variants: tuple[str, ...] = ()  # quality: other forms of ours (see quality.form)
     tasks: int = 0  # levels: tasks of each way
     thoughts: int = 0  # levels: tokens of the largest thinking budget; 0: no thoughts

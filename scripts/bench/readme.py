@@ -273,6 +273,16 @@ def embeddings(report: dict[str, Any]) -> str | None:
     return "\n" + "\n".join(lines) + "\n"
 
 
+def kv_in_int8(report: dict[str, Any]) -> str:
+    """What int8 KV costs against float32."""
+    whole, small = report["summary"]["float32"], report["summary"]["int8"]
+    return (
+        f"**{small['agreement']:.2f} %** of {small['tokens']:,} tokens are those chosen with float32; of "
+        f"{small['needles']} lines in lists of {report['settings']['prompt_tokens']:,} tokens "
+        f"{small['found_percent']:.0f} % are found, {whole['found_percent']:.0f} % with float32"
+    )
+
+
 def _quality(label: str, entry: dict[str, Any]) -> str:
     return f"{label} | {entry['agreement']:.1f} % | {entry['perplexity']:.4f} ({entry['perplexity_change']:+.2f} %)"
 
@@ -373,6 +383,7 @@ RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
     "passes": widths,
     "kernels": operations,
     "quality": agreement,
+    "kv": kv_in_int8,
     "exact": exactness,
     "levels": level_table,
     "flat": evenness,

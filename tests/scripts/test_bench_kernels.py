@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from umbra.configs.prompt_sets import DEFAULT, Prompt
-from umbra.scripts.bench import cli, exact, expected, harness, kernels, passes, peaks, quality, systems
+from umbra.scripts.bench import cli, exact, expected, harness, kernels, kv, passes, peaks, quality, systems
 from umbra.scripts.bench.busy import busy
 from umbra.scripts.bench.plan import Plan
 from umbra.scripts.bench.processes import BenchError
@@ -337,6 +337,35 @@ def test_the_probe_measures_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert best.read_bytes_s == 1e15 and best.int8_ops_s is None
 
 
+# ---- KV
+
+
+def test_needles_are_lines_of_long_lists() -> None:
+    made = kv.needles(5, 700)
+    assert made == kv.needles(5, 700) and len({text for text, _, _ in made}) == 5
+    for text, opening, value in made:
+        assert text.count("The code of") == 50 and text.count(f"{opening}{value}.") == 1
+        assert text.endswith(f"What is the code of the {opening.removeprefix('The code of the ').removesuffix(' is')}?")
+
+
+def test_kv_is_compared_token_by_token() -> None:
+    scores = {"float32": [Scores([1, 2, 3]), Scores([7, 8])], "int8": [Scores([1, 5, 3]), Scores([7, 9])]}
+    texts = [[1, 2, 4], [7, 8]]
+    rows = [kv._row("int8", i, 1, texts[i], scores, "int8") for i in range(2)]
+    assert kv._summary(rows) == {"tokens": 3, "agreement": pytest.approx(200 / 3), "needles": 1, "found_percent": 0}
+    rows = [kv._row("float32", i, 1, texts[i], scores, "float32") for i in range(2)]
+    assert kv._summary(rows) == {"tokens": 3, "agreement": 100, "needles": 1, "found_percent": 100}
+
+
+@pytest.mark.real
+def test_kv_of_the_default_model(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    argv = ["kv", "--limit", "1", "--max-tokens", "8", "--needles", "2", "--list-tokens", "120", "--json", str(out)]
+    assert cli.main(argv) == 0
+    report = json.loads(out.read_text())
+    assert report["summary"]["float32"]["agreement"] == 100 and len(report["rows"]) == 6
+
+
 # ---- the command line
 
 
@@ -349,6 +378,7 @@ def test_the_probe_measures_this_machine(monkeypatch: pytest.MonkeyPatch) -> Non
         (["passes", "--widths", "1,x"], "whole number of at least 1, got 'x'"),
         (["quality", "--against", "transformers"], "supported: llama.cpp, llama.cpp-q4_0"),
         (["quality", "--variants", "int8+weights=3"], "'int8+weights=3' is not understood"),
+        (["kv", "--kv", "int8"], "kv compares float32 with int8: --kv is not supported"),
         (["decode", "--busy", "-1"], "whole number of at least 1"),
     ],
 )

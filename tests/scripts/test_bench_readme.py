@@ -227,6 +227,16 @@ def test_scenarios_of_the_server() -> None:
     assert made["serve:events"] == "**3,900 tokens/s** to one client of a source of 4,000"
 
 
+def test_kv_in_int8() -> None:
+    small, whole = {"tokens": 3000, "agreement": 99.123, "needles": 100, "found_percent": 61.0}, {"found_percent": 62.0}
+    settings = {"rounds": 1, "prompt_tokens": 2000}
+    made = readme.figures([served("kv", {"float32": whole, "int8": small}, settings=settings)])
+    assert made["kv"] == (
+        "**99.12 %** of 3,000 tokens are those chosen with float32; of 100 lines in lists of 2,000 tokens 61 % are "
+        "found, 62 % with float32"
+    )
+
+
 def test_the_cache_and_forms() -> None:
     summary = {"umbra": {}, "disk": {"ttft_ms": 250.4, "over_uncached_ms": 120.0, "faster_than_recompute": 44.44}}
     made = readme.figures([served("resume", summary, settings={"rounds": 3, "prompt_tokens": 8000})])

@@ -98,6 +98,17 @@ class Ours(System):
         encode = encoder(self.model)
         return [encode([{"role": "user", "content": text}]) for text in texts]
 
+    def encode_answers(self, asked: Sequence[tuple[str, str, str]]) -> list[tuple[list[int], int]]:
+        """Of each question, beginning of its answer and rest of it: all token ids, and where the rest begins."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise ValueError(f"{self.model.name} has no tokenizer")
+        made = []
+        for prompt, (_, opening, rest) in zip(self.encode([text for text, _, _ in asked]), asked, strict=True):
+            begun = [*prompt, *tokenizer.encode(opening)]
+            made.append(([*begun, *tokenizer.encode(rest)], len(begun)))
+        return made
+
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Run:
         began = self._begin()
         params = [
