@@ -20,7 +20,9 @@ from .quality import WIDTH
 from .report import Row, Summary, report
 from .systems.base import Scores, Setup
 
-FORMS = ("float32", "int8")
+EXACT = "float32"
+SYSTEMS = {EXACT: "float32", "umbra": "int8"}
+"""How each keeps its KV."""
 LINE_TOKENS = 14
 """Of a line of the list, about."""
 
@@ -42,7 +44,7 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
     versions: dict[str, str] = {}
     ids: list[list[int]] = []
     begins: list[int] = []
-    for kv in FORMS:
+    for system, kv in SYSTEMS.items():
         with Workers(["umbra"]) as workers, workers["umbra"].turn() as worker:
             say(f"loading {plan.model}, KV in {kv}")
             worker.load(_setup(plan, kv))
@@ -57,10 +59,10 @@ def run(plan: Plan, say: Say) -> dict[str, Any]:
                 ids += [one for one, _ in hidden]
                 begins += [begin for _, begin in hidden]
             say(f"{len(ids)} texts, KV in {kv}")
-            scores[kv] = worker.score(ids, begins)
-            settings[kv], versions = worker.settings, worker.versions
-    rows = [_row(kv, i, plan.limit, ids[i][begins[i] :], scores, kv) for kv in FORMS for i in range(len(ids))]
-    summary = {kv: _summary([row for row in rows if row["system"] == kv]) for kv in FORMS}
+            scores[system] = worker.score(ids, begins)
+            settings[system], versions = worker.settings, worker.versions
+    rows = [_row(system, i, plan.limit, ids[i][begins[i] :], scores) for system in SYSTEMS for i in range(len(ids))]
+    summary = {system: _summary([row for row in rows if row["system"] == system]) for system in SYSTEMS}
     return report(plan, before, versions, settings, rows, summary, of="agreement")
 
 
@@ -85,8 +87,8 @@ def _setup(plan: Plan, kv: str) -> Setup:
     )
 
 
-def _row(system: str, i: int, prompts: int, text: list[int], scores: dict[str, list[Scores]], kv: str) -> Row:
-    mine, exact = scores[kv][i].top, scores[FORMS[0]][i].top
+def _row(system: str, i: int, prompts: int, text: list[int], scores: dict[str, list[Scores]]) -> Row:
+    mine, exact = scores[system][i].top, scores[EXACT][i].top
     return {
         "system": system, "id": f"{i + 1}", "category": "needle" if i >= prompts else "answer", "tokens": len(text),
         "same_tokens": sum(a == b for a, b in zip(mine, exact, strict=True)), "found": mine == text, "tok_s": None,

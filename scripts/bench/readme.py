@@ -275,7 +275,7 @@ def embeddings(report: dict[str, Any]) -> str | None:
 
 def kv_in_int8(report: dict[str, Any]) -> str:
     """What int8 KV costs against float32."""
-    whole, small = report["summary"]["float32"], report["summary"]["int8"]
+    whole, small = report["summary"]["float32"], report["summary"]["umbra"]
     return (
         f"**{small['agreement']:.2f} %** of {small['tokens']:,} tokens are those chosen with float32; of "
         f"{small['needles']} lines in lists of {report['settings']['prompt_tokens']:,} tokens "

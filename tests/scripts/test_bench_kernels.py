@@ -349,11 +349,11 @@ def test_needles_are_lines_of_long_lists() -> None:
 
 
 def test_kv_is_compared_token_by_token() -> None:
-    scores = {"float32": [Scores([1, 2, 3]), Scores([7, 8])], "int8": [Scores([1, 5, 3]), Scores([7, 9])]}
+    scores = {"float32": [Scores([1, 2, 3]), Scores([7, 8])], "umbra": [Scores([1, 5, 3]), Scores([7, 9])]}
     texts = [[1, 2, 4], [7, 8]]
-    rows = [kv._row("int8", i, 1, texts[i], scores, "int8") for i in range(2)]
+    rows = [kv._row("umbra", i, 1, texts[i], scores) for i in range(2)]
     assert kv._summary(rows) == {"tokens": 3, "agreement": pytest.approx(200 / 3), "needles": 1, "found_percent": 0}
-    rows = [kv._row("float32", i, 1, texts[i], scores, "float32") for i in range(2)]
+    rows = [kv._row("float32", i, 1, texts[i], scores) for i in range(2)]
     assert kv._summary(rows) == {"tokens": 3, "agreement": 100, "needles": 1, "found_percent": 100}
 
 

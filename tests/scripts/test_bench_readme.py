@@ -230,7 +230,7 @@ def test_scenarios_of_the_server() -> None:
 def test_kv_in_int8() -> None:
     small, whole = {"tokens": 3000, "agreement": 99.123, "needles": 100, "found_percent": 61.0}, {"found_percent": 62.0}
     settings = {"rounds": 1, "prompt_tokens": 2000}
-    made = readme.figures([served("kv", {"float32": whole, "int8": small}, settings=settings)])
+    made = readme.figures([served("kv", {"float32": whole, "umbra": small}, settings=settings)])
     assert made["kv"] == (
         "**99.12 %** of 3,000 tokens are those chosen with float32; of 100 lines in lists of 2,000 tokens 61 % are "
         "found, 62 % with float32"
