@@ -155,4 +155,6 @@ def _rounds(content: dict[str, Any]) -> str:
 def _cell(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
+    if isinstance(value, list):
+        return " ".join(map(_cell, value))
     return f"{value:,.1f}" if isinstance(value, float) and value >= 10 else f"{value:,.3g}"

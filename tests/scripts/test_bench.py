@@ -29,7 +29,7 @@ from umbra.scripts.bench.harness import run
 from umbra.scripts.bench.measures import Batch, Decode, Prefill
 from umbra.scripts.bench.plan import Plan
 from umbra.scripts.bench.processes import BenchError, Workers
-from umbra.scripts.bench.report import ratios, summarize, with_peers
+from umbra.scripts.bench.report import _cell, ratios, summarize, with_peers
 from umbra.scripts.bench.serve import percentile
 from umbra.scripts.bench.systems.base import Run, Setup, Stream
 
@@ -523,3 +523,7 @@ def test_the_server_against_the_engine(tmp_path):
     assert cli.main([*argv, "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["ratios"]["tok_s@2"]["engine"] > 0 and "ttft_more_ms" in report["summary"]["umbra"]
+
+
+def test_lists_are_shown():
+    assert _cell([101.26, 0.98, None]) == "101.3 0.98 "
