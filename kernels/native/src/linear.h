@@ -52,7 +52,7 @@ struct Rows {
   int8_t* q;      // [G, stride, 32]
   float* scale;   // [G, stride]
   float* total;   // [G, stride]: scale * sum of q
-  int32_t* sums;  // [G, stride, 2]: sum of q over the first and the last 16; null where kernels need none
+  int32_t* offsets;  // [G, stride, 4]: -128 sum(q) over the first 16, the last 16, all, and 0; null where none are needed
   float* values;  // [count, width], for float matrices
 };
 
@@ -87,8 +87,11 @@ struct Summary {
 
 // The kernels of one instruction set.
 struct LinearKernels {
-  bool wants_sums;  // `Rows::sums`
+  bool wants_offsets;  // `Rows::offsets`
   void (*product)(const Product& product);
+  // Before a thread's products of one form and number of rows (null: nothing to do); `end` follows them if it is true.
+  bool (*begin)(Form form, int64_t n);
+  void (*end)();
   // Makes row `row` of `rows`; `scratch` has room for `in` floats, padded to a multiple of 32.
   void (*prepare)(const Preparation& preparation, int64_t row, float* scratch, const Rows& rows);
   // y [n] = norm(x) * weight, plus `residual` (null: nothing; it may be y).

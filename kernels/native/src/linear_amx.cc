@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "linear_kernel.h"
 #include "tiles.h"
@@ -16,16 +17,16 @@ namespace {
 
 constexpr int kTile = 16;    // rows of a tile
 constexpr int kSlab = 24;    // at most so many groups are made ready together: they stay in the first cache
-constexpr int kFewest = 16;  // rows from which tiles are faster, with weights that come from memory
+constexpr int kFewest = 12;  // rows from which tiles are faster, with weights that come from memory
 
-// Tile registers. The last rows of a product, if they are fewer than 16, have registers of their own; those of weights
-// and sums take turns:
-//   rows 0 (16) and 1 (fewer), weights 2 and 3, sums 4 and 5 (16 rows), 6 and 7 (fewer)
-#define UMBRA_MULTIPLY(rows, weights, sums, q, w, to)                                                      \
-  asm volatile("tileloadd (%0,%3,1), %%tmm" #rows "\n\ttileloadd (%1,%4,1), %%tmm" #weights               \
-               "\n\ttilezero %%tmm" #sums "\n\ttdpbssd %%tmm" #weights ", %%tmm" #rows ", %%tmm" #sums    \
-               "\n\ttilestored %%tmm" #sums ", (%2,%4,1)" ::"r"(q), "r"(w), "r"(to), "r"(int64_t{kGroup}), \
-               "r"(int64_t{64}) : "memory")
+// Tile registers: rows 0 and 1, weights 2 and 3, sums 4 and 5. They take turns.
+#define UMBRA_MULTIPLY(rows, weights, sums, q, w)                   \
+  do {                                                             \
+    UMBRA_TILE_LOAD(rows, q, kGroup);                              \
+    UMBRA_TILE_LOAD(weights, w, 64);                               \
+    UMBRA_TILE_ZERO(sums);                                         \
+    UMBRA_TILE_MULTIPLY(s, sums, rows, weights);                   \
+  } while (false)
 
 constexpr bool four_bits(Form form) { return form == Form::w4 || form == Form::w4k; }
 constexpr bool has_minimum(Form form) { return four_bits(form) || form == Form::w8m; }
@@ -39,68 +40,93 @@ struct Slab {
 };
 
 template <Form form>
-inline void unpack(const uint8_t* w, const uint8_t* super, Slab& slab, int g) {
+UMBRA_INLINE void unpack(const uint8_t* w, const uint8_t* super, Slab& slab, int g) {
   for (int part = 0; part < parts_of(form); ++part)
     group_scales(form, w, super, part, slab.scale[g][part], slab.minimum[g]);
+  uint8_t* const to = slab.unpacked[g];
+  slab.weights[g] = four_bits(form) ? to : w;
   if constexpr (four_bits(form)) {
     const __m512i low = _mm512_set1_epi8(15);
-    uint8_t* const to = slab.unpacked[g];
     for (int j = 0; j < 4; ++j) {
       const __m512i both = _mm512_loadu_si512(w + 64 * j);
       _mm512_store_si512(to + 64 * j, _mm512_and_si512(both, low));
       _mm512_store_si512(to + 64 * (j + 4), _mm512_and_si512(_mm512_srli_epi16(both, 4), low));
     }
-    slab.weights[g] = to;
-  } else {
-    slab.weights[g] = w;
   }
 }
 
-// Adds a slab of `groups` groups to `n` rows (at most M), from `at` on in the slab's first group. Sums of the rows
-// behind them are nobody's, and so are the scales read for them: those of other groups, or what lies behind in `Rows`.
-// Brings in the groups at `next` (null: none) meanwhile.
-template <Form form, int M, bool fewer>
-void add(const Slab& slab, int groups, const uint8_t* next, const Rows& rows, int64_t at, int n, float* out) {
+// Integer sums become part of the results: of rows whose scales and totals are `own` and `total`.
+template <Form form, int M>
+UMBRA_INLINE void finish(const int32_t* sums, F scale, F minimum, const float* own, const float* total, F* y) {
+#pragma GCC unroll 16
+  for (int m = 0; m < M; ++m) {
+    y[m] = fma(to_float(load(sums + m * kChannels)) * set(own[m]), scale, y[m]);
+    if constexpr (has_minimum(form)) y[m] = fma(minimum, set(total[m]), y[m]);
+  }
+}
+
+// Always in line: a function that only fetches has no effect that GCC knows, and is not called.
+template <Form form>
+UMBRA_INLINE void fetch(const uint8_t* next) {
+  for (int64_t line = 0; line < group_bytes(form); line += 64) prefetch(next + line);
+}
+
+// Calls `multiply`, `keep` and `finish` in this order for each i < count, as f(i & 1, i), with those of other i in
+// between: a product, and the way of its sums through memory, takes longer than adding them.
+template <class Multiply, class Keep, class Finish>
+UMBRA_INLINE void pipeline(int count, const Multiply& multiply, const Keep& keep, const Finish& finish) {
+  constexpr std::integral_constant<int, 0> even;
+  constexpr std::integral_constant<int, 1> odd;
+  multiply(even, 0);
+  keep(even, 0);
+  if (count > 1) multiply(odd, 1);
+  int i = 0;
+  for (; i + 3 < count; i += 2) {
+    multiply(even, i + 2);
+    keep(odd, i + 1);
+    finish(even, i);
+    multiply(odd, i + 3);
+    keep(even, i + 2);
+    finish(odd, i + 1);
+  }
+  if (i + 2 < count) multiply(even, i + 2);
+  if (i + 1 < count) keep(odd, i + 1);
+  finish(even, i);
+  if (i + 2 < count) keep(even, i + 2);
+  if (i + 1 < count) finish(odd, i + 1);
+  if (i + 2 < count) finish(even, i + 2);
+}
+
+// Adds a slab of `groups` groups to `n` rows (at most M), which are the rows from `skip` on of a tile that begins with
+// `q`, `own` and `total` in the slab's first group. Sums of the rows behind them are nobody's, and so are the scales read
+// for them: those of other groups, or what lies behind in `Rows`. Brings in the groups at `next` (null: none) meanwhile.
+template <Form form, int M>
+void add(const Slab& slab, int groups, const uint8_t* next, const Rows& rows, int64_t at, int skip, int n, float* out) {
   constexpr int kParts = parts_of(form), kInputs = kGroup / kParts;
-  alignas(64) int32_t sums[2][kTile * kChannels];
+  alignas(64) int32_t sums[2][2 * kTile * kChannels];
+  const int8_t* const q = rows.q + at * kGroup;
+  const float *const own = rows.scale + at + skip, *const total = rows.total + at + skip;
+  const int64_t stride = rows.stride;
   F y[M];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) y[m] = m < n ? load(out + m * kChannels) : zero();
-  const auto multiply = [&](int i) __attribute__((always_inline)) {  // `i` counts parts of groups
+  const auto multiply = [&](auto turn, int i) __attribute__((always_inline)) {  // `i` counts parts of groups
     const int g = i / kParts, part = i % kParts;
-    const int8_t* const q = rows.q + (at + g * rows.stride) * kGroup + part * kInputs;
+    const int8_t* const from = q + g * stride * kGroup + part * kInputs;
     const uint8_t* const w = slab.weights[g] + part * kInputs * kChannels;
-    if (i & 1) {
-      if constexpr (fewer) UMBRA_MULTIPLY(1, 3, 7, q, w, sums[1]);
-      else UMBRA_MULTIPLY(0, 3, 5, q, w, sums[1]);
-    } else {
-      if constexpr (fewer) UMBRA_MULTIPLY(1, 2, 6, q, w, sums[0]);
-      else UMBRA_MULTIPLY(0, 2, 4, q, w, sums[0]);
-    }
+    if constexpr (turn == 0) UMBRA_MULTIPLY(0, 2, 4, from, w);
+    else UMBRA_MULTIPLY(1, 3, 5, from, w);
   };
-  const auto finish = [&](int i) __attribute__((always_inline)) {
+  const auto keep = [&](auto turn, int) __attribute__((always_inline)) {
+    if constexpr (turn == 0) UMBRA_TILE_STORE(4, sums[0], 64);
+    else UMBRA_TILE_STORE(5, sums[1], 64);
+  };
+  pipeline(groups * kParts, multiply, keep, [&](auto turn, int i) __attribute__((always_inline)) {
     const int g = i / kParts, part = i % kParts;
-    if (next && part == 0)
-      for (int64_t line = 0; line < group_bytes(form); line += 64) prefetch(next + g * group_bytes(form) + line);
-    const F scale = load(slab.scale[g][part]), minimum = load(slab.minimum[g]);
-    const float* const own = rows.scale + at + g * rows.stride;
-    const float* const total = rows.total + at + g * rows.stride;
-    const int32_t* const from = sums[i & 1];
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      y[m] = fma(to_float(load(from + m * kChannels)) * set(own[m]), scale, y[m]);
-      if constexpr (has_minimum(form)) y[m] = fma(minimum, set(total[m]), y[m]);
-    }
-  };
-  const int count = groups * kParts;
-  multiply(0);
-  for (int i = 0; i < count; i += 2) {  // a product runs while the one before it is added
-    if (i + 1 < count) multiply(i + 1);
-    finish(i);
-    if (i + 1 == count) break;
-    if (i + 2 < count) multiply(i + 2);
-    finish(i + 1);
-  }
+    if (next && part == 0) fetch<form>(next + g * group_bytes(form));
+    finish<form, M>(sums[turn] + skip * kChannels, load(slab.scale[g][part]), load(slab.minimum[g]), own + g * stride,
+                    total + g * stride, y);
+  });
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m)
     if (m < n) store(out + m * kChannels, y[m]);
@@ -111,10 +137,7 @@ void product_of(const Product& p) {
   constexpr int64_t kBytes = group_bytes(form), kSuperBytes = super_bytes(form);
   const int64_t groups = p.matrix->groups();
   const int whole = static_cast<int>(p.n / kTile), rest = static_cast<int>(p.n % kTile);
-  constexpr int kInputs = kGroup / parts_of(form);
-  const TileShape sixteen = {kTile, kInputs}, fewer = {rest ? rest : kTile, kInputs};
-  const TileShape weights = {kInputs / 4, 4 * kChannels}, sums = {kTile, 64}, fewer_sums = {fewer.rows, 64};
-  const Tiles tiles({sixteen, fewer, weights, weights, sums, sums, fewer_sums, fewer_sums});
+  const int skip = whole && rest ? kTile - rest : 0;  // the last tile's rows that are done already
   Slab slab;
   const int64_t slabs = (groups + kSlab - 1) / kSlab, each = (groups + slabs - 1) / slabs;
   for (int64_t first = 0; first < groups; first += each) {
@@ -131,16 +154,27 @@ void product_of(const Product& p) {
       int64_t at = first * p.rows->stride + p.first;
       float* out = p.out + s * p.n * kChannels;
       for (int t = 0; t < whole; ++t, next = nullptr, at += kTile, out += kTile * kChannels)
-        add<form, kTile, false>(slab, count, next, *p.rows, at, kTile, out);
-      if (rest > 8) add<form, kTile, true>(slab, count, next, *p.rows, at, rest, out);
-      else if (rest > 4) add<form, 8, true>(slab, count, next, *p.rows, at, rest, out);
-      else if (rest) add<form, 4, true>(slab, count, next, *p.rows, at, rest, out);
+        add<form, kTile>(slab, count, next, *p.rows, at, 0, kTile, out);
+      if (rest > 8) add<form, kTile>(slab, count, next, *p.rows, at - skip, skip, rest, out);
+      else if (rest > 4) add<form, 8>(slab, count, next, *p.rows, at - skip, skip, rest, out);
+      else if (rest) add<form, 4>(slab, count, next, *p.rows, at - skip, skip, rest, out);
     }
   }
 }
 
+// Whether tiles do a product.
+bool takes(Form form, int64_t n) { return is_quantised(form) && n >= kFewest; }
+
+bool begin(Form form, int64_t n) {
+  if (!takes(form, n)) return false;
+  const int tile = n < kTile ? static_cast<int>(n) : kTile, inputs = kGroup / parts_of(form);
+  const TileShape rows = {tile, inputs}, weights = {inputs / 4, 64}, sums = {tile, 64};
+  configure_tiles({rows, rows, weights, weights, sums, sums, {}, {}});
+  return true;
+}
+
 void product(const Product& p) {
-  if (p.n < kFewest || !is_quantised(p.matrix->form)) return avx512::linear_kernels.product(p);
+  if (!takes(p.matrix->form, p.n)) return avx512::linear_kernels.product(p);
   std::memset(p.out, 0, sizeof(float) * p.n_blocks * p.n * kChannels);
   switch (p.matrix->form) {
     case Form::w4: return product_of<Form::w4>(p);
@@ -154,6 +188,8 @@ void product(const Product& p) {
 LinearKernels with_tiles() {
   LinearKernels kernels = avx512::linear_kernels;
   kernels.product = product;
+  kernels.begin = begin;
+  kernels.end = release_tiles;
   return kernels;
 }
 

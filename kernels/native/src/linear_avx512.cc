@@ -68,29 +68,44 @@ struct Group {
   }
 };
 
-template <Form form, int M>
-inline void tile(const Group<form>& group, const Rows& rows, int64_t at, float* out) {
+// M rows with a group of S blocks, whose results lie `apart` floats apart. An operand is read once for all of them: what
+// bounds this is how many a cycle can be read.
+template <Form form, int M, int S>
+inline void tile(const Group<form> (&group)[S], const Rows& rows, int64_t at, float* out, int64_t apart) {
   constexpr int kParts = parts_of(form);
+  const int8_t* const q = rows.q + at * kGroup;
+  const int32_t* const offsets = rows.offsets + at * 4;
+  const float *const scale = rows.scale + at, *const total = rows.total + at;
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    const int8_t* const q = rows.q + (at + m) * kGroup;
-    const int32_t* const sums = rows.sums + (at + m) * 2;
-    Floats y = _mm512_loadu_ps(out + kChannels * m);
-    const Floats own = _mm512_set1_ps(rows.scale[at + m]);
+    Floats y[S];
+#pragma GCC unroll 2
+    for (int s = 0; s < S; ++s) y[s] = _mm512_loadu_ps(out + kChannels * m + apart * s);
+    const Floats own = _mm512_set1_ps(scale[m]);
 #pragma GCC unroll 2
     for (int part = 0; part < kParts; ++part) {
-      const int32_t offset = four_bits(form) ? 0 : kParts == 2 ? sums[part] : sums[0] + sums[1];
-      Ints sum = _mm512_set1_epi32(-128 * offset);
+      Ints sum[S];
+      const Ints offset = _mm512_set1_epi32(offsets[4 * m + (kParts == 2 ? part : 2)]);
+#pragma GCC unroll 2
+      for (int s = 0; s < S; ++s) sum[s] = four_bits(form) ? _mm512_setzero_si512() : offset;
 #pragma GCC unroll 8
       for (int j = 8 / kParts * part; j < 8 / kParts * (part + 1); ++j) {
         int32_t four;
-        std::memcpy(&four, q + 4 * j, sizeof(four));
-        sum = _mm512_dpbusd_epi32(sum, group.weights[j], _mm512_set1_epi32(four));
+        std::memcpy(&four, q + kGroup * m + 4 * j, sizeof(four));
+        const Ints inputs = _mm512_set1_epi32(four);
+#pragma GCC unroll 2
+        for (int s = 0; s < S; ++s) sum[s] = _mm512_dpbusd_epi32(sum[s], group[s].weights[j], inputs);
       }
-      y = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), own), group.scale[part], y);
+#pragma GCC unroll 2
+      for (int s = 0; s < S; ++s)
+        y[s] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[s]), own), group[s].scale[part], y[s]);
     }
-    if constexpr (has_minimum(form)) y = _mm512_fmadd_ps(group.minimum, _mm512_set1_ps(rows.total[at + m]), y);
-    _mm512_storeu_ps(out + kChannels * m, y);
+    const Floats sum = _mm512_set1_ps(total[m]);
+#pragma GCC unroll 2
+    for (int s = 0; s < S; ++s) {
+      if constexpr (has_minimum(form)) y[s] = _mm512_fmadd_ps(group[s].minimum, sum, y[s]);
+      _mm512_storeu_ps(out + kChannels * m + apart * s, y[s]);
+    }
   }
 }
 
@@ -98,7 +113,7 @@ inline void tile(const Group<form>& group, const Rows& rows, int64_t at, float* 
 template <Form form, int M>
 void walk(const Product& p, int64_t larger) {
   constexpr int64_t kBytes = group_bytes(form), kSuperBytes = super_bytes(form);
-  const int64_t groups = p.matrix->groups();
+  const int64_t groups = p.matrix->groups(), apart = p.n * kChannels;
   const uint8_t *data[kStreams], *supers[kStreams];
   for (int s = 0; s < p.n_blocks; ++s) {
     data[s] = p.matrix->data + p.block[s] * groups * kBytes;
@@ -106,17 +121,27 @@ void walk(const Product& p, int64_t larger) {
   }
   for (int64_t line = 0; line < kAhead; line += 64)
     for (int s = 0; s < p.n_blocks; ++s) prefetch(data[s] + line);
+  const auto group_of = [&](int s, int64_t g) {
+    const uint8_t* const w = data[s] + g * kBytes;
+    for (int64_t line = 0; line < kBytes; line += 64) prefetch(w + kAhead + line);
+    return Group<form>(w, supers[s] + g / kSuper * kSuperBytes);
+  };
+  const auto rows_of = [&](const auto& group, int64_t g, float* out) {
+    const int64_t at = g * p.rows->stride + p.first;
+    int64_t row = 0;
+    if constexpr (M < kMostRows)
+      for (; row < larger * (M + 1); row += M + 1) tile<form, M + 1>(group, *p.rows, at + row, out + row * kChannels, apart);
+    for (; row < p.n; row += M) tile<form, M>(group, *p.rows, at + row, out + row * kChannels, apart);
+  };
   for (int64_t g = 0; g < groups; ++g) {
-    for (int s = 0; s < p.n_blocks; ++s) {
-      const uint8_t* const w = data[s] + g * kBytes;
-      for (int64_t line = 0; line < kBytes; line += 64) prefetch(w + kAhead + line);
-      const Group<form> group(w, supers[s] + g / kSuper * kSuperBytes);
-      float* const out = p.out + s * p.n * kChannels;
-      const int64_t at = g * p.rows->stride + p.first;
-      int64_t row = 0;
-      if constexpr (M < kMostRows)
-        for (; row < larger * (M + 1); row += M + 1) tile<form, M + 1>(group, *p.rows, at + row, out + row * kChannels);
-      for (; row < p.n; row += M) tile<form, M>(group, *p.rows, at + row, out + row * kChannels);
+    int s = 0;
+    for (; s + 1 < p.n_blocks; s += 2) {
+      const Group<form> two[] = {group_of(s, g), group_of(s + 1, g)};
+      rows_of(two, g, p.out + s * apart);
+    }
+    if (s < p.n_blocks) {
+      const Group<form> one[] = {group_of(s, g)};
+      rows_of(one, g, p.out + s * apart);
     }
   }
 }
@@ -150,6 +175,6 @@ void product(const Product& p) {
 
 }  // namespace
 
-extern const LinearKernels linear_kernels = {true, product, prepare, finish, summarise, combine, channel};
+extern const LinearKernels linear_kernels = {true, product, nullptr, nullptr, prepare, finish, summarise, combine, channel};
 
 }  // namespace umbra::avx512

@@ -77,7 +77,7 @@ Rows lay_out(Pieces& pieces, const LinearKernels& kernels, const Preparation& p,
     rows.q = pieces.take<int8_t>(groups * kGroup);
     rows.scale = pieces.take<float>(groups);
     rows.total = pieces.take<float>(groups);
-    if (kernels.wants_sums) rows.sums = pieces.take<int32_t>(groups * 2);
+    if (kernels.wants_offsets) rows.offsets = pieces.take<int32_t>(groups * 4);
   }
   if (p.floats) rows.values = pieces.take<float>(n_rows * rows.width);
   return rows;
@@ -108,18 +108,20 @@ double block_cost(const Matrix& m, int64_t rows) {
   return in / kGroup * std::max(bytes / 13, n * (bytes < 512 ? 5 : 8));
 }
 
-// Few rows are done four blocks at a time, far apart in memory; many rows are bound by arithmetic.
-int streams_for(int64_t rows) { return rows <= 16 ? kStreams : 1; }
+// Few rows are done four blocks at a time, far apart in memory; many rows are bound by arithmetic, and two blocks share
+// the reading of rows.
+int streams_for(int64_t rows) { return rows <= 16 ? kStreams : 2; }
 
 // Calls `done(block, out)` with `out` [n, 16] for each of `count` blocks from `first` on; n rows from `row` on. Before
 // a block is computed `soon(block)` is called, to fetch what `done` will write.
 template <class Soon, class Done>
 void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& rows, int64_t row, int64_t n,
               int64_t first, int64_t count, const Soon& soon, const Done& done) {
-  alignas(64) float out[kMaxRows * kChannels];
-  static_assert(kStreams * 16 <= kMaxRows);
+  alignas(64) float out[2 * kMaxRows * kChannels];
+  static_assert(kStreams * 16 <= 2 * kMaxRows);
   const int streams = streams_for(n);
   const int64_t each = (count + streams - 1) / streams;
+  const bool begun = kernels.begin && kernels.begin(matrix.form, n);
   for (int64_t i = 0; i < each; ++i) {
     Product p{&matrix, &rows, row, n, {}, 0, out};
     for (int64_t block = i; block < count; block += each) p.block[p.n_blocks++] = first + block;
@@ -127,6 +129,7 @@ void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& ro
     kernels.product(p);
     for (int s = 0; s < p.n_blocks; ++s) done(p.block[s], out + s * n * kChannels);
   }
+  if (begun) kernels.end();
 }
 
 // How the blocks of a call's matrices are cut into chunks.

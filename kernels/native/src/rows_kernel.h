@@ -84,14 +84,14 @@ UMBRA_INLINE void quantise(const float* x, int64_t groups, const Rows& rows, int
       store_i8(q + 16, high[g]);
     }
     for (int g = n; g < 16; ++g) low[g] = high[g] = iset(0);
-    if (rows.sums) {
+    if (rows.offsets) {
       const I a = sum_each(low), b = sum_each(high);
       int32_t halves[2][16];
       store(halves[0], a);
       store(halves[1], b);
       for (int g = 0; g < n; ++g) {
-        int32_t* const to = rows.sums + 2 * ((first + g) * rows.stride + row);
-        to[0] = halves[0][g], to[1] = halves[1][g];
+        int32_t* const to = rows.offsets + 4 * ((first + g) * rows.stride + row);
+        to[0] = -128 * halves[0][g], to[1] = -128 * halves[1][g], to[2] = to[0] + to[1], to[3] = 0;
       }
       store(totals, scale * to_float(a + b));
     } else {

@@ -10,23 +10,28 @@ struct TileShape {
   int rows = 0, bytes = 0;
 };
 
-// Gives the eight registers their shapes. They belong to the thread, and are given back at the end.
+// Gives the eight registers their shapes. They belong to the thread.
+inline void configure_tiles(const TileShape (&shapes)[8]) {
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  static_assert(sizeof(config) == 64);
+  for (int i = 0; i < 8; ++i) {
+    config.bytes[i] = static_cast<uint16_t>(shapes[i].bytes);
+    config.rows[i] = static_cast<uint8_t>(shapes[i].rows);
+  }
+  asm volatile("ldtilecfg %0" ::"m"(config));
+}
+
+inline void release_tiles() { asm volatile("tilerelease"); }
+
+// Tiles of these shapes, given back at the end.
 class Tiles {
  public:
-  explicit Tiles(const TileShape (&shapes)[8]) {
-    struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    static_assert(sizeof(config) == 64);
-    for (int i = 0; i < 8; ++i) {
-      config.bytes[i] = static_cast<uint16_t>(shapes[i].bytes);
-      config.rows[i] = static_cast<uint8_t>(shapes[i].rows);
-    }
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  ~Tiles() { asm volatile("tilerelease"); }
+  explicit Tiles(const TileShape (&shapes)[8]) { configure_tiles(shapes); }
+  ~Tiles() { release_tiles(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 };
