@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from isal.isal_zlib import crc32
 
+from ..kernels.host_memory import aligned_empty
 from .index import Entry
 from .keys import BlockInfo
 from .policies import S3FIFO
@@ -25,7 +26,7 @@ class MemoryTier(Tier[int]):
         slots = capacity // block_bytes
         if slots < 1:
             raise ValueError(f"host memory of {capacity} bytes cannot hold a block of {block_bytes}")
-        self._slab = np.empty((slots, block_bytes), np.uint8)
+        self._slab = aligned_empty((slots, block_bytes), np.dtype(np.uint8))
         self._free = list(range(slots - 1, -1, -1))
 
     def _room(self, info: BlockInfo, payload_bytes: int) -> Put | None:

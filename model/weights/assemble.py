@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from ...configs.machine import cores
 from ...configs.trunk import TrunkConfig
+from ...kernels.host_memory import aligned_empty
 from ..params import param_specs, placements
-from .buffers import aligned_empty
 from .pack import ArrayRows, Rows, StoredRows, build
 from .placement import Piece, interleaved_rows
 from .plan import ParamPlan, planned_bytes

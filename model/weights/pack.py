@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...kernels.host_memory import aligned_empty
 from ...kernels.linear.groups import Groups, quantise
 from ...kernels.linear.layouts import FLOAT_FORMS, part_shapes, write_rows
 from ...kernels.linear.weight import CHANNELS, Mixed, Quantised, Split
 from ..params import ParamSpec
-from .buffers import aligned_empty
 from .errors import ModelError
 from .gguf_groups import form_of, groups_of
 from .placement import Piece, interleaved_rows

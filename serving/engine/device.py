@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +20,7 @@ from ...configs.trunk import TrunkConfig
 from ...kernels.attention import KVPool
 from ...kernels.backend import Kernels
 from ...kernels.draft import DraftWeights, laid_out
-from ...model.weights.buffers import move_to_huge_pages
+from ...kernels.host_memory import aligned_empty, move_to_huge_pages
 from . import compile_cache, profile
 from .drafting import Drafter
 from .programs import COPY_BLOCKS, Built, kv_bytes, kv_format, programs, step_rows, step_sizes
@@ -106,7 +104,7 @@ class Device:
     def reset(self) -> None:
         """Empty pool and slots, for the start and after a failed step (which may have lost its donated buffers)."""
         self._pool = self._state = None  # before the new ones are made: there may not be room for both
-        self._staging = collections.deque(_Staging(jax.tree.map(_aligned_zeros, self.block_shapes)) for _ in range(2))
+        self._empty_block = jax.tree.map(_zeros, self.block_shapes)
         self._pool = self._new_pool()
         if self.mesh.devices.flat[0].platform == "cpu":
             jax.tree.map(move_to_huge_pages, jax.block_until_ready(self._pool))
@@ -259,8 +257,8 @@ class Device:
 
     @property
     def block_shapes(self) -> KVPool:
-        """Shapes of the blocks that one call of the copy programs moves."""
-        return self._listed["load"].args[2]
+        """Shapes of one block of every data shard."""
+        return self._listed["load"].args[2][0]
 
     def copy_out(self, blocks: list[tuple[int, int]]) -> KVPool:
         """Start to copy at most `COPY_BLOCKS` blocks, (shard, block) pairs, behind the steps before it; the i-th, of
@@ -278,18 +276,29 @@ class Device:
                 contents.append(jax.tree.map(lambda x, at=at: x[at].copy(), saved))
         return contents
 
-    def load(self, blocks: list[tuple[int, int, KVPool]]) -> None:
-        """Write contents into (shard, block, contents) triples."""
+    def load(self, blocks: list[tuple[int, int, KVPool]]) -> list[jax.Array]:
+        """Write contents, host arrays, into (shard, block, contents) triples.
+
+        The device reads them where they are, if it can: they must stay as they are until the results are ready.
+        """
+        read = []
         for start in range(0, len(blocks), COPY_BLOCKS):
             part = blocks[start : start + COPY_BLOCKS]
-            staging = self._staging.popleft()
-            self._staging.append(staging)
-            jax.block_until_ready(staging.read)
-            for i, (shard, _, content) in enumerate(part):
-                for all_, one in zip(jax.tree.leaves(staging.contents), jax.tree.leaves(content), strict=True):
-                    all_[shard * COPY_BLOCKS + i] = one
             ids = self._block_ids([(shard, block) for shard, block, _ in part])
-            self._pool, staging.read = self._get("load")(self._pool, ids, staging.contents)
+            contents = [self._among_empty(shard, content) for shard, _, content in part]
+            contents += [self._empty_block] * (COPY_BLOCKS - len(part))
+            self._pool, done = self._get("load")(self._pool, ids, tuple(contents))
+            read.append(done)
+        return read
+
+    def _among_empty(self, shard: int, content: KVPool) -> KVPool:
+        """A block of one data shard as those of all, `[D, ...]` each."""
+        if self.data == 1:
+            return jax.tree.map(lambda array: array[None], content)
+        all_ = jax.tree.map(np.copy, self._empty_block)
+        for array, own in zip(jax.tree.leaves(all_), jax.tree.leaves(content), strict=True):
+            array[shard] = own
+        return all_
 
     def copy(self, shard: int, source: int, target: int) -> None:
         """Copy a block to another one of its shard, on the device."""
@@ -304,21 +313,7 @@ class Device:
         return ids
 
 
-@dataclasses.dataclass
-class _Staging:
-    """Host memory through which blocks go to the device. It is kept: memory that is new takes as long to be touched as
-    all the rest of moving blocks."""
-
-    contents: KVPool
-    read: Any = None
-    """On the device, ready once the contents may be overwritten; None: they were not used yet."""
-
-
-def _aligned_zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
-    """A host array that XLA:CPU takes as it is: it copies what does not begin at a multiple of 64 bytes, which takes
-    longer than all the rest of moving blocks."""
-    nbytes = math.prod(like.shape) * like.dtype.itemsize
-    room = np.empty(nbytes + 64, np.uint8)
-    room.fill(0)  # touches it now, not when it is used
-    first = -room.ctypes.data % 64
-    return room[first : first + nbytes].view(like.dtype).reshape(like.shape)
+def _zeros(like: jax.ShapeDtypeStruct) -> np.ndarray:
+    array = aligned_empty(like.shape, like.dtype)
+    array.fill(0)
+    return array

@@ -192,7 +192,7 @@ class _Builder:
         self.state_spec = P("data")
         self.kv = kv
         self.pool = self._blocks(kv, engine.pool_blocks(config, kv_bytes(config, kv)))
-        self.contents = self._blocks(kv, COPY_BLOCKS)
+        self.contents = (self._blocks(kv, 1),) * COPY_BLOCKS
         self.pool_spec = jax.tree.map(lambda _: _POOL_SPEC, self.pool)
         context = engine.context(config)
         self.state = self._abstract(state_shapes(self.data * engine.slots, context, config.vocab_size), self.state_spec)
@@ -286,7 +286,7 @@ class _Builder:
         return self._program(
             f"load_blocks_{COPY_BLOCKS}", "load", 0, step.load_blocks,
             (self.pool, self._ints(COPY_BLOCKS), self.contents),
-            (self.pool_spec, self.state_spec, self.pool_spec), (self.pool_spec, self.state_spec), (0,),
+            (self.pool_spec, self.state_spec, (self.pool_spec,) * COPY_BLOCKS), (self.pool_spec, self.state_spec), (0,),
         )  # fmt: skip
 
     def copy(self) -> Program:

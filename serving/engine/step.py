@@ -175,17 +175,14 @@ def save_blocks(pool: KVPool, blocks: jax.Array) -> KVPool:
     return jax.tree.map(take, pool)
 
 
-def load_blocks(pool: KVPool, blocks: jax.Array, contents: KVPool) -> tuple[KVPool, jax.Array]:
-    """The pool with `contents` (`[C, ...]` each) in `blocks` `[C]`; the null block takes padding. And something small,
-    int32 `[1]`, that is there once `contents` have been read."""
-
-    def put(part: jax.Array, new: jax.Array) -> jax.Array:
-        def one(i: jax.Array, part: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(part, lax.dynamic_slice_in_dim(new, i, 1), blocks[i], 0)
-
-        return lax.fori_loop(0, len(blocks), one, part)
-
-    return jax.tree.map(put, pool, contents), blocks.sum(dtype=jnp.int32)[None]
+def load_blocks(pool: KVPool, blocks: jax.Array, contents: tuple[KVPool, ...]) -> tuple[KVPool, jax.Array]:
+    """The pool with `contents`, one block `[1, ...]` for each of `blocks` `[C]`; the null block takes padding. And
+    something small, int32 `[1]`, that is there once `contents` have been read."""
+    for i, content in enumerate(contents):
+        pool = jax.tree.map(
+            lambda part, new, i=i: lax.dynamic_update_slice_in_dim(part, new, blocks[i], 0), pool, content
+        )
+    return pool, blocks.sum(dtype=jnp.int32)[None]
 
 
 def copy_block(pool: KVPool, pair: jax.Array) -> KVPool:

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from ...cache.context import ContextCache
 from ...cache.keys import BlockInfo, pack_tokens, packed_tail_key
+from ...cache.load import Load, Loaded
 from ...configs.engine import BLOCK
 from ...kernels.attention import KVPool
 from .device import Device
@@ -40,6 +41,9 @@ LONGEST_WAIT = 0.5
 
 MOST_LOOKED_AT = 64
 """Sealed blocks of one sequence that are looked at in a step: a long prompt found in the pool has thousands."""
+
+MOST_MOVING = 2
+"""Groups of loaded blocks that the device may still be reading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,15 @@ class _Waiting:
     since: float
 
 
+@dataclasses.dataclass(frozen=True)
+class _Moving:
+    """Loaded blocks that the device reads until all of `read` is ready."""
+
+    read: list[jax.Array]
+    load: Load
+    blocks: list[Loaded]
+
+
 class _Copy:
     """Blocks that a program copies out of the pool, as the writer's thread reads them."""
 
@@ -86,6 +99,7 @@ class Tiers:
         self.cache, self._device, self._on_ready = cache, device, on_ready
         self._structure = jax.tree.structure(device.block_shapes)
         self._waiting: dict[bytes, _Waiting] = {}  # by key, in the order of chains
+        self._moving: deque[_Moving] = deque()
 
     # ---- up
 
@@ -105,6 +119,7 @@ class Tiers:
 
     def poll(self, shards: Iterable[Shard]) -> list[Arrived]:
         """Put what has arrived into its blocks. Gives an entry for every request that is through with it."""
+        self._let_go(MOST_MOVING)
         through: list[Arrived] = []
         for shard in shards:
             loading = [seq for seq in shard.running if seq.phase is Phase.LOADING]
@@ -120,8 +135,9 @@ class Tiers:
         if blocks:
             at = [seq.blocks[block.info.position // BLOCK] for block in blocks]
             contents = [jax.tree.unflatten(self._structure, block.arrays) for block in blocks]
-            self._device.load([(shard.index, *each) for each in zip(at, contents, strict=True)])
-            self.cache.promote(load, blocks)
+            read = self._device.load([(shard.index, *each) for each in zip(at, contents, strict=True)])
+            self._moving.append(_Moving(read, load, blocks))
+            self._let_go(MOST_MOVING)
             self._advance(seq)
             shard.publish(seq)
         if not load.done:
@@ -134,6 +150,13 @@ class Tiers:
             return []
         now = time.monotonic()
         return [Arrived(now - seq.submitted, waited + (load.hot_seconds or now - load.started), load.hot_bytes)]
+
+    def _let_go(self, most: int) -> None:
+        """Give back the memory of what the device has read; wait while it still reads more than `most`."""
+        while self._moving and (len(self._moving) > most or all(part.is_ready() for part in self._moving[0].read)):
+            moved = self._moving.popleft()
+            jax.block_until_ready(moved.read)
+            self.cache.promote(moved.load, moved.blocks)
 
     @staticmethod
     def _advance(seq: Sequence) -> None:
@@ -210,3 +233,4 @@ class Tiers:
     def reset(self) -> None:
         """The device lost its blocks."""
         self._waiting = {}
+        self._moving.clear()

@@ -10,9 +10,12 @@ import contextlib
 import ctypes
 import math
 import mmap
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 _CACHE_LINE = 64
 _HUGE_PAGE = 1 << 21

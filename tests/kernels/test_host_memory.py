@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from umbra.model.weights.buffers import aligned_empty, move_to_huge_pages
+from umbra.kernels.host_memory import aligned_empty, move_to_huge_pages
 
 HUGE_PAGE = 1 << 21
 
