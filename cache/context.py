@@ -236,8 +236,11 @@ class ContextCache:
             return
         with self._leases.take() as lease:
             found = self._find(identity.chain(token_ids), known_blocks, lease)
-        cold = [each.entry for each in reversed(found) if each.tier is self.disk]
-        if cold:
+        self._read_ahead(found[::-1])
+
+    def _read_ahead(self, found: list[Found]) -> None:
+        cold = [each.entry for each in found if each.tier is self.disk]
+        if self.disk is not None and cold:
             self._readers.submit(self.disk.expect, cold)
 
     def load(self, match: Match, on_ready: Callable[[], None] | None = None) -> Load:
@@ -245,13 +248,10 @@ class ContextCache:
 
         `on_ready` is called on another thread whenever `Load.poll` has something new.
         """
-        cold = [found.entry for found in match.found if found.tier is self.disk]
-        if self.disk is not None and cold:
-            self._readers.submit(self.disk.expect, cold)
         with self._lock:
             load = Load(
                 list(match.found), match.lease, self.layout, self._readers, self._buffers,
-                ahead_bytes=self.config.load_bytes, hot_tokens=self.config.hot_tokens,
+                ahead_bytes=self.config.load_bytes, hot_tokens=self.config.hot_tokens, expect=self._read_ahead,
                 current=lambda: self._epoch == match.epoch, on_ready=on_ready, on_end=self._load_ended,
             )  # fmt: skip
             self._loads.add(load)

@@ -80,12 +80,14 @@ class Load:
         *,
         ahead_bytes: int,
         hot_tokens: int = 0,
+        expect: Callable[[list[Found]], None],
         current: Callable[[], bool],
         on_ready: Callable[[], None] | None,
         on_end: Callable[[Load], None],
     ) -> None:
-        """`current`: whether what is read may still be used (the cache was not invalidated). `on_ready`: called on a
-        reading thread when `poll` has something new."""
+        """`expect`: called with what will be read, in the order of reading. `current`: whether what is read may still
+        be used (the cache was not invalidated). `on_ready`: called on a reading thread when `poll` has something new.
+        """
         self.found, self.failure = found, ""
         self.started = time.monotonic()
         self.seconds: float | None = None  # until the last block was there
@@ -103,6 +105,7 @@ class Load:
         self._limit = len(found)  # blocks before the first that could not be read
         self._in_flight_bytes = self._reading = 0
         self._ended = False
+        expect(found[window:] + found[:window])
         with self._lock:
             self._submit()
 
