@@ -224,9 +224,9 @@ def _quality_options(sub: argparse.ArgumentParser) -> None:
 def _kv_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--limit", type=positive, default=40, metavar="N", help="first N prompts, to be answered")
     sub.add_argument("--max-tokens", type=positive, default=96, metavar="N", help="tokens of an answer")
-    sub.add_argument("--needles", type=positive, default=100, metavar="N", help="long lists, of which a line is asked")
+    sub.add_argument("--needles", type=positive, default=200, metavar="N", help="long lists, of which a line is asked")
     sub.add_argument(
-        "--list-tokens", type=positive, default=2000, metavar="N", dest="prompt_tokens", help="tokens of a list, about"
+        "--list-tokens", type=positive, default=400, metavar="N", dest="prompt_tokens", help="tokens of a list, about"
     )
 
 
