@@ -74,6 +74,7 @@ class Decode(Measure):
             "between_p99_ms": percentile(stream.gaps, 99, 1e3),
             "tokens_per_pass": _tokens_per_pass([stream]),
             "repeats": repeats(stream.token_ids),
+            "answer_tok_s": stream.answer_tok_s,
             **_answer(stream),
             **({"short": True} if tokens < MIN_TOKENS else {}),
         }

@@ -8,7 +8,7 @@ several marks: `decode` with --busy also `busy`, with several categories `drafts
 also `walk`, `quality` also `embedding`, `serve` also `start`, `levels` also `layers`. A `batch` of other than 8 streams
 fills `batch16` (or whatever their number is), a `decode` of other prompts `decode:NAME` and `drafts:NAME`, NAME being
 that of the prompt file without its ending, a scenario of `serve` `serve:SCENARIO`, a `soak` of another model than the
-default `soak:MODEL`.
+default `soak:MODEL`, a `kv` of other weights `kv:QUANT`.
 A report that is void, or of a run with differences, is refused.
 """
 
@@ -27,6 +27,8 @@ from . import readme_served as served
 from .machine import WIDEST
 
 README = Path(__file__).parents[2] / "README.md"
+ANSWERS_DIFFER = 0.1
+"""Share by which the rate up to the end of an answer must differ to be shown: behind it the model babbles."""
 SHOWN = {
     "llama.cpp": "llama.cpp",
     "llama.cpp-q4_0": "llama.cpp requantised to Q4_0",
@@ -85,6 +87,8 @@ def _mark(report: dict[str, Any]) -> str:
         return f"serve:{settings['scenario']}"
     if report["bench"] == "soak" and report["model"] != "smollm2":
         return f"soak:{report['model']}"
+    if report["bench"] == "kv" and settings.get("quant", "auto") != "auto":
+        return f"kv:{settings['quant']}"
     return f"batch{sequences}" if report["bench"] == "batch" and sequences != 8 else str(report["bench"])
 
 
@@ -96,27 +100,32 @@ def replace(text: str, name: str, value: str) -> tuple[str, bool]:
 
 def speeds(report: dict[str, Any]) -> str:
     """Our median tokens per second, and the peers' with the ratio."""
-    summary, ratio = report["summary"], report["ratio"]
-    peers = [
-        f"{label} {summary[name]['tok_s']:,.0f} (ours is {ratio[name]:.2f}x)"
-        for name, label in SHOWN.items()
-        if name in ratio
-    ]
-    return "; ".join([f"**{summary['umbra']['tok_s']:,.1f} tokens/s**", *peers, rounds(report)])
+    return f"{_speeds(report, 'tok_s', 1)}; {rounds(report)}"
+
+
+def answers(report: dict[str, Any]) -> str:
+    """The same, and again up to where the model would have ended its answers, if that makes a difference."""
+    ours = report["summary"]["umbra"]
+    if abs(ours.get("answer_tok_s", ours["tok_s"]) / ours["tok_s"] - 1) < ANSWERS_DIFFER:
+        return speeds(report)
+    return f"{speeds(report)}. Up to the answers' ends: {_speeds(report, 'answer_tok_s')}"
 
 
 def streams(report: dict[str, Any]) -> str:
     """Tokens per second of several streams together: all of them, and those made while all streams decode."""
-    summary, ratio = report["summary"], report["ratios"].get("decode_tok_s", {})
-    if "decode_tok_s" not in summary["umbra"]:
+    if "decode_tok_s" not in report["summary"]["umbra"]:
         return speeds(report)
+    return f"prompts included: {speeds(report)}. While all decode: {_speeds(report, 'decode_tok_s')}"
+
+
+def _speeds(report: dict[str, Any], figure: str, digits: int = 0) -> str:
+    summary, ratio = report["summary"], report["ratio"] if figure == "tok_s" else report["ratios"].get(figure, {})
     peers = [
-        f"{label} {summary[name]['decode_tok_s']:,.0f} (ours is {ratio[name]:.2f}x)"
+        f"{label} {summary[name][figure]:,.0f} (ours is {ratio[name]:.2f}x)"
         for name, label in SHOWN.items()
         if name in ratio
     ]
-    decoding = "; ".join([f"**{summary['umbra']['decode_tok_s']:,.0f} tokens/s**", *peers])
-    return f"prompts included: {speeds(report)}. While all decode: {decoding}"
+    return "; ".join([f"**{summary['umbra'][figure]:,.{digits}f} tokens/s**", *peers])
 
 
 def busy(report: dict[str, Any]) -> str | None:
@@ -376,7 +385,7 @@ def _at_five(verify: dict[str, Any] | None) -> str:
 
 
 RENDER: dict[str, Callable[[dict[str, Any]], str]] = {
-    "decode": speeds,
+    "decode": answers,
     "prefill": speeds,
     "batch": streams,
     "serve": lambda report: (serving if "requests_s" in report["summary"]["umbra"] else served.scenario)(report),

@@ -20,7 +20,7 @@ from .systems import PEERS
 Row = dict[str, Any]
 Summary = dict[str, Any]
 
-FIGURES = ("tok_s", "decode_tok_s", "ttft_ms", "tokens_per_pass", "same_tokens")
+FIGURES = ("tok_s", "decode_tok_s", "answer_tok_s", "ttft_ms", "tokens_per_pass", "same_tokens")
 """Figures of a row that the summary has the median of."""
 
 DIFFERENCES = ("perplexity_change",)

@@ -72,7 +72,7 @@ class _Waiting:
 class _Moving:
     """Loaded blocks that the device reads until all of `read` is ready."""
 
-    read: list[jax.Array]
+    read: list[Any]
     load: Load
     blocks: list[Loaded]
 

@@ -56,6 +56,9 @@ def test_a_decode_row_counts_passes_up_to_the_end_of_the_answer():
     assert (row["answer_tokens"], row["answer_passes"]) == (5, 3)
     assert row["answer_tokens_per_pass"] == pytest.approx(5 / 3)
     assert row["repeats"] is False and row["decode_s"] == pytest.approx(0.03)
+    assert row["answer_tok_s"] == pytest.approx(5 / 0.02), "up to the emission with the answer's end: 1 + 3 + 2 tokens"
+    short = bench.row(job, Run([stream([5, 3], answer=5)], 1.0))
+    assert short["answer_tok_s"] is None
 
 
 def test_passes_of_an_answer_are_not_known_where_emissions_are_bursts():

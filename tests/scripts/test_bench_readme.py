@@ -136,6 +136,20 @@ def test_streams_tell_decoding_apart_and_are_marked_by_their_number() -> None:
     )
 
 
+def test_decode_shows_the_rate_up_to_the_answers_ends_where_it_differs() -> None:
+    report = {
+        **DECODE,
+        "summary": {"umbra": {"tok_s": 400.0, "answer_tok_s": 900.0}, "llama.cpp": {"tok_s": 80, "answer_tok_s": 90.0}},
+        "ratio": {"llama.cpp": 5.0},
+        "ratios": {"answer_tok_s": {"llama.cpp": 10.0}},
+    }
+    alone = "**400.0 tokens/s**; llama.cpp 80 (ours is 5.00x); medians of 3 rounds, systems taking turns"
+    both = f"{alone}. Up to the answers' ends: **900 tokens/s**; llama.cpp 90 (ours is 10.00x)"
+    assert readme.figures([report])["decode"] == both
+    report["summary"]["umbra"]["answer_tok_s"] = 420.0
+    assert readme.figures([report])["decode"] == alone
+
+
 PEAKS = {"read_bytes_s": 25e9, "int8_ops_s": 370e9, "float32_ops_s": None, "how": "by a probe"}
 
 

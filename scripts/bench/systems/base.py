@@ -60,6 +60,17 @@ class Stream:
         rest = len(self.token_ids) - self.first_tokens
         return rest / (self.last - self.ttft) if rest > 0 and self.last > self.ttft else None
 
+    @property
+    def answer_tok_s(self) -> float | None:
+        """The same up to the emission with the end of the answer; None if all of it came at once."""
+        if self.answer is None:
+            return None
+        times = itertools.accumulate(self.gaps, initial=self.ttft)
+        reached = itertools.accumulate(self.emitted or [self.first_tokens, *[1] * len(self.gaps)])
+        tokens, when = next((n, t) for n, t in zip(reached, times, strict=True) if n >= self.answer)
+        rest = tokens - self.first_tokens
+        return rest / (when - self.ttft) if rest > 0 and when > self.ttft else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:

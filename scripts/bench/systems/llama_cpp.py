@@ -85,10 +85,16 @@ class LlamaCpp(System):
             ]
         seconds = time.perf_counter() - began
         streams = [
-            Stream(len(prompt), made, when[0], 1, when[-1], gaps=between(when))
+            Stream(len(prompt), made, when[0], 1, when[-1], gaps=between(when), answer=self._answer(made))
             for prompt, made, when in zip(prompts, tokens, times, strict=True)
         ]
         return Run(streams, seconds)
+
+    def _answer(self, tokens: Sequence[int]) -> int:
+        """How many tokens there are up to the first end of text, that included."""
+        vocab = self.c.llama_model_get_vocab(self.c.llama_get_model(self.context))
+        ends = (i for i, token in enumerate(tokens, 1) if self.c.llama_vocab_is_eog(vocab, token))
+        return next(ends, len(tokens))
 
     def score(self, sequences: Sequence[Sequence[int]], begins: Sequence[int]) -> list[Scores]:
         scores = []
