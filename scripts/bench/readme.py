@@ -27,6 +27,8 @@ from . import readme_served as served
 from .machine import WIDEST
 
 README = Path(__file__).parents[2] / "README.md"
+CONTEXT = 1024
+"""Of reports of compile_tpu.py, if they are not of another one."""
 ANSWERS_DIFFER = 0.1
 """Share by which the rate up to the end of an answer must differ to be shown: behind it the model babbles."""
 SHOWN = {
@@ -358,6 +360,8 @@ def tpu(reports: Sequence[dict[str, Any]]) -> str:
         settings = report["settings"]
         mesh = ", ".join(f"{axis} {size}" for axis, size in report["mesh"].items())
         quant = "" if settings["quant"] == "none" else f" {settings['quant']}"
+        if (context := settings.get("context", CONTEXT)) != CONTEXT:
+            quant += f", {context:,} tokens of context"
         of: dict[int, dict[str, Any]] = {}
         for row in report["programs"]:
             of.setdefault(row["sequences"], {})[row["kind"]] = row

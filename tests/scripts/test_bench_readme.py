@@ -83,6 +83,9 @@ def test_tpu_programs_by_the_number_of_sequences() -> None:
         "| llama-3.1-8b int8, v5e:2x2, data 1, model 4 | 8 | 1.04x, 8.00 ms | 0.98x, 1.00 ms | 1.04x, 8.00 ms "
         "| 1,000 / 4,500 |",
     ]
+    report["settings"] = {"quant": "none", "decode_steps": 8, "context": 44000}
+    line = readme.figures([report])["tpu"].splitlines()[3]
+    assert line.startswith("| llama-3.1-8b, 44,000 tokens of context, v5e:2x2, data 1, model 4 | 1 |")
 
 
 def test_a_missing_mark_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
