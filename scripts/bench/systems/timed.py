@@ -24,6 +24,7 @@ from ....kernels import attention as attention_op
 from ....kernels import linear as linear_op
 from ....kernels.attention import GROUP, KVFormat
 from ....kernels.backend import Backend, Kernels
+from ....kernels.host_memory import move_to_huge_pages
 from ....kernels.sample import RowParams, choose_rows
 from ....model.load import Model
 
@@ -169,6 +170,8 @@ def _attention(case: Case, model: Model, backend: str, kv: KVFormat) -> Timed:
         np.random.default_rng(0).shuffle(order)
     tables = jnp.asarray(order.reshape(groups, sequences, width), jnp.int32)
     pool = _filled(kv.pool(blocks, layers, c.n_kv_heads, c.head_dim))
+    if jax.default_backend() == "cpu":  # as the engine does it
+        jax.tree.map(move_to_huge_pages, jax.block_until_ready(pool))
     tokens = rows * sequences
     q, k, v = (_noise(tokens, n * c.head_dim).reshape(tokens, n, c.head_dim) for n in _heads(c))
     starts = [s * rows + g for s in range(sequences) for g in range(0, rows, GROUP)]
