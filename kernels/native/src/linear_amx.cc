@@ -20,7 +20,7 @@ constexpr int kSlab = 24;    // at most so many groups are made ready together: 
 constexpr int kFewest = 12;  // rows from which tiles are faster, with weights that come from memory
 
 // Tile registers: rows 0 and 1, weights 2 and 3, sums 4 and 5. They take turns.
-#define UMBRA_MULTIPLY(rows, weights, sums, q, w)                   \
+#define UMBRA_MULTIPLY(rows, weights, sums, q, w)                  \
   do {                                                             \
     UMBRA_TILE_LOAD(rows, q, kGroup);                              \
     UMBRA_TILE_LOAD(weights, w, 64);                               \
