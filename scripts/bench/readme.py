@@ -27,6 +27,8 @@ from . import readme_served as served
 from .machine import WIDEST
 
 README = Path(__file__).parents[2] / "README.md"
+FEWEST_NEEDLES = 20
+"""So many say something."""
 CONTEXT = 1024
 """Of reports of compile_tpu.py, if they are not of another one."""
 ANSWERS_DIFFER = 0.1
@@ -287,10 +289,12 @@ def embeddings(report: dict[str, Any]) -> str | None:
 def kv_in_int8(report: dict[str, Any]) -> str:
     """What int8 KV costs against float32."""
     whole, small = report["summary"]["float32"], report["summary"]["umbra"]
+    same = f"**{small['agreement']:.2f} %** of {small['tokens']:,} tokens are those chosen with float32"
+    if small["needles"] < FEWEST_NEEDLES:
+        return same
     return (
-        f"**{small['agreement']:.2f} %** of {small['tokens']:,} tokens are those chosen with float32; of "
-        f"{small['needles']} lines in lists of {report['settings']['prompt_tokens']:,} tokens "
-        f"{small['found_percent']:.0f} % are found, {whole['found_percent']:.0f} % with float32"
+        f"{same}; of {small['needles']} lines in lists of {report['settings']['prompt_tokens']:,} tokens "
+        f"{small['found_percent']:.1f} % are found, {whole['found_percent']:.1f} % with float32"
     )
 
 

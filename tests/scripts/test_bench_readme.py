@@ -249,9 +249,12 @@ def test_kv_in_int8() -> None:
     settings = {"rounds": 1, "prompt_tokens": 2000}
     made = readme.figures([served("kv", {"float32": whole, "umbra": small}, settings=settings)])
     assert made["kv"] == (
-        "**99.12 %** of 3,000 tokens are those chosen with float32; of 100 lines in lists of 2,000 tokens 61 % are "
-        "found, 62 % with float32"
+        "**99.12 %** of 3,000 tokens are those chosen with float32; of 100 lines in lists of 2,000 tokens 61.0 % "
+        "are found, 62.0 % with float32"
     )
+    few = {**small, "needles": 1}
+    made = readme.figures([served("kv", {"float32": whole, "umbra": few}, settings={**settings, "quant": "none"})])
+    assert made["kv:none"] == "**99.12 %** of 3,000 tokens are those chosen with float32"
 
 
 def test_the_cache_and_forms() -> None:
