@@ -8,7 +8,8 @@ several marks: `decode` with --busy also `busy`, with several categories `drafts
 also `walk`, `quality` also `embedding`, `serve` also `start`, `levels` also `layers`. A `batch` of other than 8 streams
 fills `batch16` (or whatever their number is), a `decode` of other prompts `decode:NAME` and `drafts:NAME`, NAME being
 that of the prompt file without its ending, a scenario of `serve` `serve:SCENARIO`, a `soak` of another model than the
-default `soak:MODEL`, a `kv` of other weights `kv:QUANT`.
+default `soak:MODEL`, a `kv` of other weights `kv:QUANT`, an `exact` with --drafting-only
+`exact:drafting`.
 A report that is void, or of a run with differences, is refused.
 """
 
@@ -93,6 +94,8 @@ def _mark(report: dict[str, Any]) -> str:
         return f"soak:{report['model']}"
     if report["bench"] == "kv" and settings.get("quant", "auto") != "auto":
         return f"kv:{settings['quant']}"
+    if report["bench"] == "exact" and settings.get("drafting_only"):
+        return "exact:drafting"
     return f"batch{sequences}" if report["bench"] == "batch" and sequences != 8 else str(report["bench"])
 
 
