@@ -35,7 +35,7 @@ def load_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
         raise PromptFileError(f"cannot read the prompt file {path}: {why}") from None
     prompts: list[Prompt] = []
     seen: set[str] = set()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # other characters that end lines may stand in JSON's strings
         if not line.strip():
             continue
         if limit is not None and len(prompts) >= limit:
@@ -48,6 +48,19 @@ def load_prompts(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
     if not prompts:
         raise PromptFileError(f"the prompt file {path} holds no prompt")
     return prompts
+
+
+def load_passages(path: str | Path) -> list[str]:
+    """The passages of a text file, one a line. Raises `PromptFileError`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PromptFileError(f"cannot read the passages {path}: {why}") from None
+    passages = [line.strip() for line in lines if line.strip()]
+    if not passages:
+        raise PromptFileError(f"the file {path} holds no passage; expected one a line")
+    return passages
 
 
 def _parse(line: str, where: str) -> Prompt:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from umbra.configs.machine import cores
-from umbra.configs.prompt_sets import FOLDER, Prompt, PromptFileError, load_prompts
+from umbra.configs.prompt_sets import FOLDER, Prompt, PromptFileError, load_passages, load_prompts
 from umbra.configs.shadow import ShadowConfig, TrainingConfig
 from umbra.model.weights.errors import ModelError
 from umbra.scripts.model_options import OneLineParser, add_model_options, open_engine, positive, prepare
@@ -56,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--data", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
         help="more prompts to train on: JSON lines with question_id, category, turns (the first turn is used)",
+    )  # fmt: skip
+    p.add_argument(
+        "--passages", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
+        help="texts, one a line, for the built-in prompts about texts (summaries, questions, copies), beside those that "
+        "the model writes",
     )  # fmt: skip
     p.add_argument(
         "--test", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
@@ -89,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = TrainingConfig(**{name: getattr(args, name) for name in OF_TRAINING})
         prompts = {name: _load(getattr(args, name)) for name in ("data", "test")}
+        passages = [passage for path in args.passages for passage in load_passages(path)]
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {args.out} is a file; give a folder")
         if not args.resume and args.out.is_dir() and any(args.out.iterdir()):
@@ -96,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, PromptFileError, OSError) as error:
         options.error(str(error))
-    asked = _fingerprint(args, config, prompts)
+    asked = _fingerprint(args, config, prompts, passages)
     # Only answering needs native kernels, and those would leave XLA, which trains, a single thread.
     prepare(args.threads, args.mesh, "xla" if answers_ready(args.out, asked) else args.kernels)
     from umbra.model.shadow import ShadowError
@@ -104,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console = Console(stderr=True)
     try:
-        return run(args, config, prompts, asked, console, list(sys.argv[1:] if argv is None else argv))
+        return run(args, config, prompts, passages, asked, console, list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         print("train_shadow.py: interrupted; run it again with --resume to go on", file=sys.stderr)
         return 1
@@ -118,13 +124,14 @@ def _load(paths: Sequence[Path]) -> list[Prompt]:
 
 
 def run(
-    args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, asked: str, console: Console, argv: list[str]
-) -> int:
+    args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, passages: list[str], asked: str,
+    console: Console, argv: list[str],
+) -> int:  # fmt: skip
     from umbra.model.training.answers import load_index
 
     if not answers_ready(args.out, asked):
         with Stages(console) as stages:
-            answer(args, config, prompts, asked, console, stages)
+            answer(args, config, prompts, passages, asked, console, stages)
         restart_for_training(args, argv)
     with Stages(console) as stages:
         learn(args, config, *load_index(args.out), stages)
@@ -137,17 +144,17 @@ def answers_ready(out: Path, asked: str) -> bool:
     return path.exists() and json.loads(path.read_text(encoding="utf-8"))["about"]["asked"] == asked
 
 
-def _fingerprint(args: argparse.Namespace, config: TrainingConfig, prompts: Prompts) -> str:
+def _fingerprint(args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, passages: list[str]) -> str:
     """Everything that the answers depend on and that is known before the model is loaded."""
     options = {name: str(getattr(args, name)) for name in ("model", "quant", "kv", "kernels", "embedding", "mesh")}
     of_answers = {name: getattr(config, name) for name in ("seed", "prompts", "tokens", "max_tokens")}
     texts = {name: [prompt.turns[0] for prompt in group] for name, group in prompts.items()}
-    plain = json.dumps([options, of_answers, texts], sort_keys=True)
+    plain = json.dumps([options, of_answers, texts, passages], sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
 def answer(
-    args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, asked: str,
+    args: argparse.Namespace, config: TrainingConfig, prompts: Prompts, passages: list[str], asked: str,
     console: Console, stages: Stages,
 ) -> None:  # fmt: skip
     """Let the trunk answer, and write down what training needs of it."""
@@ -163,7 +170,7 @@ def answer(
     try:
         identity = {"weights": model.weights_id, "numerics": engine.numerics_class}
         own = [prompt for path in sorted(FOLDER.glob("*.jsonl")) for prompt in load_prompts(path)]  # we measure on them
-        sources = Sources(prompts["data"], prompts["test"], own)
+        sources = Sources(prompts["data"], prompts["test"], own, passages)
         answered, tests = gather(
             speaker(model, engine, args.streams), args.out, config, identity, sources, stages.plain
         )

@@ -39,12 +39,13 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Prompts from outside: `extra` are trained on too; `tests` are measured on. Nothing is trained on that shares
-    eight words in a row with `tests` or `excluded`."""
+    """Prompts from outside: `extra` are trained on too, and so are prompts about `passages`; `tests` are measured on.
+    Nothing is trained on that shares eight words in a row with `tests` or `excluded`."""
 
     extra: Sequence[Prompt] = ()
     tests: Sequence[Prompt] = ()
     excluded: Sequence[Prompt] = ()
+    passages: Sequence[str] = ()
 
 
 def gather(
@@ -62,7 +63,10 @@ def gather(
     wanted = seedlings(config.prompts, config.seed) if speaker.decode is not None else []
     first = CompletionStore(folder / "material", {**fixed, "texts": _digest([s.text for s in wanted])})
     _run(speaker, first, [_seedling_job(speaker, s, i, config) for i, s in enumerate(wanted)], None, "material", report)
-    prompts = _prompts(_material(speaker, wanted, first), config, sources)
+    material = _material(speaker, wanted, first)
+    for passage in sources.passages:
+        material.add_passage(passage)
+    prompts = _prompts(material, config, sources)
     answers = CompletionStore(folder / "answers", {**fixed, "texts": _digest([p.turns[0] for p in prompts])})
     jobs = [_prompt_job(speaker, prompt, config) for prompt in prompts]
     used = _run(speaker, answers, jobs, config.tokens, "answers", report)

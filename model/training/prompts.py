@@ -85,6 +85,11 @@ class Material:
         elif passage := usable_passage(text):
             self.passages[seedling.kind].append(passage)
 
+    def add_passage(self, text: str) -> None:
+        """Take a passage that somebody else wrote for every kind of prompt about passages."""
+        for kind in PASSAGES:
+            self.passages[kind].append(text)
+
 
 def usable_question(text: str) -> bool:
     """Whether a text can be a prompt: neither a word nor an essay, and no marker of the template in it."""

@@ -114,7 +114,7 @@ def test_eight_devices_give_the_same_within_rounding(tmp_path, finished, questio
     args = train_shadow.parser().parse_args([*SMALL, "--out", str(tmp_path), *mesh])
     config = TrainingConfig(**{name: getattr(args, name) for name in train_shadow.OF_TRAINING})
     prompts = {name: train_shadow._load(getattr(args, name)) for name in ("data", "test")}
-    index["about"]["asked"] = train_shadow._fingerprint(args, config, prompts)
+    index["about"]["asked"] = train_shadow._fingerprint(args, config, prompts, [])
     (tmp_path / "index.json").unlink()
     (tmp_path / "index.json").write_text(json.dumps(index))
     running = command(tmp_path, *mesh, "--resume")

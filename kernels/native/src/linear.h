@@ -92,8 +92,10 @@ struct LinearKernels {
   // Before a thread's products of one form and number of rows (null: nothing to do); `end` follows them if it is true.
   bool (*begin)(Form form, int64_t n);
   void (*end)();
-  // Makes row `row` of `rows`; `scratch` has room for `in` floats, padded to a multiple of 32.
-  void (*prepare)(const Preparation& preparation, int64_t row, float* scratch, const Rows& rows);
+  // Makes rows [first, end) of `rows`; `scratch` has room for as many rows of `in` floats.
+  void (*prepare)(const Preparation& preparation, int64_t first, int64_t end, float* scratch, const Rows& rows);
+  // n rows of a block's results `x` [n, 16] to `y`, plus `before` (null: nothing; it may be y); both lie `width` apart.
+  void (*write)(const float* x, int64_t n, const float* before, float* y, int64_t width);
   // y [n] = norm(x) * weight, plus `residual` (null: nothing; it may be y).
   void (*finish)(const float* x, int64_t n, const float* weight, float epsilon, const float* residual, float* y);
   // logits [n], n a multiple of 16, the first of them channel `channel`.

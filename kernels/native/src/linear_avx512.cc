@@ -175,6 +175,7 @@ void product(const Product& p) {
 
 }  // namespace
 
-extern const LinearKernels linear_kernels = {true, product, nullptr, nullptr, prepare, finish, summarise, combine, channel};
+extern const LinearKernels linear_kernels = {true, product, nullptr, nullptr, prepare, write, finish,
+                                              summarise, combine, channel};
 
 }  // namespace umbra::avx512

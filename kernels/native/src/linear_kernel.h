@@ -229,8 +229,11 @@ UMBRA_INLINE void combine_parts(const Summary* parts, int64_t count, int32_t* to
 
 namespace {
 
-void prepare(const Preparation& p, int64_t row, float* scratch, const Rows& rows) {
-  prepare_row(p, row, scratch, rows);
+void prepare(const Preparation& p, int64_t first, int64_t end, float* scratch, const Rows& rows) {
+  prepare_rows(p, first, end, scratch, rows);
+}
+void write(const float* x, int64_t n, const float* before, float* y, int64_t width) {
+  write_rows(x, n, before, y, width);
 }
 void finish(const float* x, int64_t n, const float* weight, float epsilon, const float* residual, float* y) {
   finish_row(x, n, weight, epsilon, residual, y);

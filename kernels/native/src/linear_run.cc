@@ -46,7 +46,7 @@ class Scratch {
 };
 
 thread_local Scratch call_scratch;  // what one call's threads share
-thread_local Scratch row_scratch;   // a row in the making
+thread_local Scratch row_scratch;   // rows in the making
 
 // Hands out pieces of one block of memory; the first round, without memory, measures it.
 class Pieces {
@@ -92,8 +92,8 @@ double chunk_cost(double total) { return std::clamp(total / (6 * thread_count())
 void prepare_rows(const LinearKernels& kernels, const Preparation& p, const Rows& rows) {
   const double cost = 0.2 * static_cast<double>(p.in) * (p.activation ? 5 : p.norm ? 2 : 1);
   const auto some = [&](int64_t first, int64_t end) {
-    auto* const scratch = reinterpret_cast<float*>(row_scratch.get((p.in + 31) / 32 * 32 * sizeof(float)));
-    for (int64_t row = first; row < end; ++row) kernels.prepare(p, row, scratch, rows);
+    const auto bytes = (end - first) * p.in * static_cast<int64_t>(sizeof(float));
+    kernels.prepare(p, first, end, reinterpret_cast<float*>(row_scratch.get(bytes)), rows);
   };
   const int64_t each = std::max<int64_t>(1, static_cast<int64_t>(kClaim / cost));
   if (rows.count <= each) return some(0, rows.count);
@@ -132,6 +132,16 @@ void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& ro
   if (begun) kernels.end();
 }
 
+// These must be inlined: a function that does nothing but fetch has no effect, GCC finds, and is not called.
+__attribute__((always_inline)) inline void fetch_to_read(const float* p) { __builtin_prefetch(p); }
+__attribute__((always_inline)) inline void fetch_to_write(const float* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*p));  // does nothing on a processor that does not know it
+#else
+  __builtin_prefetch(p, 1);
+#endif
+}
+
 // How the blocks of a call's matrices are cut into chunks.
 struct Plan {
   int64_t size[kMaxMatrices];  // blocks of one chunk
@@ -155,29 +165,15 @@ struct Plan {
   }
 };
 
-// One row of a block; `residuals` may be `to`.
-inline void write_channels(const float* out, const float* residuals, float* to) {
-  float sum[kChannels];
-  std::memcpy(sum, out, sizeof(sum));
-  if (residuals) {
-    float before[kChannels];
-    std::memcpy(before, residuals, sizeof(before));
-    for (int64_t c = 0; c < kChannels; ++c) sum[c] = before[c] + sum[c];
-  }
-  std::memcpy(to, sum, sizeof(sum));
-}
-
 // Results of a block with their bias and residual, into `to` [R, out].
-void write_block(const Target& target, const float* residuals, float* to, int64_t block, int64_t row, int64_t n,
-                 const float* out) {
-  const int64_t width = target.matrix.out, first = block * kChannels;
+void write_block(const LinearKernels& kernels, const Target& target, const float* residuals, float* to, int64_t block,
+                 int64_t row, int64_t n, const float* out) {
+  const int64_t width = target.matrix.out, first = block * kChannels, begin = row * width + first;
   const int64_t channels = std::min<int64_t>(kChannels, width - first);
+  if (channels == kChannels && !target.bias)  // nearly always: vectors' work
+    return kernels.write(out, n, residuals ? residuals + begin : nullptr, to + begin, width);
   for (int64_t r = 0; r < n; ++r) {
-    const int64_t at = (row + r) * width + first;
-    if (channels == kChannels && !target.bias) {  // nearly always: a vector's work
-      write_channels(out + r * kChannels, residuals ? residuals + at : nullptr, to + at);
-      continue;
-    }
+    const int64_t at = begin + r * width;
     for (int64_t c = 0; c < channels; ++c) {
       float value = out[r * kChannels + c];
       if (target.bias) value += target.bias[first + c];
@@ -226,15 +222,15 @@ void run_linear(const LinearCall& call) {
     for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
       const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
       // The lines to be written lie in the cache of the core that wrote or read them last.
-      const auto soon = [&](int64_t block) {
+      const auto soon = [&](int64_t block) __attribute__((always_inline)) {
         for (int64_t r = 0; r < n; ++r) {
           const int64_t at = (row + r) * target.matrix.out + block * kChannels;
-          __builtin_prefetch((raw ? raw : target.y) + at, 1);
-          if (residuals) __builtin_prefetch(residuals + at);
+          fetch_to_write((raw ? raw : target.y) + at);
+          if (residuals && residuals != target.y) fetch_to_read(residuals + at);
         }
       };
       products(kernels, target.matrix, rows, row, n, first, count, soon, [&](int64_t block, const float* out) {
-        write_block(target, residuals, raw ? raw : target.y, block, row, n, out);
+        write_block(kernels, target, residuals, raw ? raw : target.y, block, row, n, out);
       });
     }
   });

@@ -49,85 +49,117 @@ UMBRA_INLINE F without_infinite(const float* x, int n, F largest) {
   return load(sizes);
 }
 
-// Integers of a row of `groups` groups of 32: the largest magnitude of a group becomes 127. A group below 2^-118 counts
-// as zero (its factor would be infinite); one with an infinity or NaN has the scale NaN, which every result of the row
-// shows. Sixteen groups at a time: a group alone would wait for its maximum, its division and its sum.
-UMBRA_INLINE void quantise(const float* x, int64_t groups, const Rows& rows, int64_t row) {
-  for (int64_t first = 0; first < groups; first += 16) {
-    const int n = static_cast<int>(groups - first < 16 ? groups - first : 16);
-    const float* const part = x + first * kGroup;
-    F size[16];
-    M finite = all_lanes();
+// Where the integers of groups go that follow one another in memory: rows of `groups` groups, from row `row` on.
+struct Places {
+  int64_t groups, row, group;
+
+  __attribute__((always_inline)) int64_t next(const Rows& rows) {
+    const int64_t at = group * rows.stride + row;
+    if (++group == groups) group = 0, ++row;
+    return at;
+  }
+};
+
+// Integers of `n` groups of 32, 16 of them at most: the largest magnitude of a group becomes 127. A group below 2^-118
+// counts as zero (its factor would be infinite); one with an infinity or NaN has the scale NaN, which every result of
+// the row shows. Sixteen groups at a time: a group alone would wait for its maximum, its division and its sum.
+template <bool all>
+UMBRA_INLINE void quantise_some(const float* x, int left, const Rows& rows, Places& places) {
+  const int n = all ? 16 : left;
+  F size[16];
+  M finite = all_lanes();
+  for (int g = 0; g < n; ++g) {
+    const F a = abs(load(x + g * kGroup)), b = abs(load(x + g * kGroup + 16));
+    finite = finite & is_finite(a) & is_finite(b);
+    size[g] = max(a, b);
+  }
+  for (int g = n; g < 16; ++g) size[g] = zero();
+  F largest = max_each(size);
+  const bool all_finite = mask_bits(finite) == 0xFFFF;
+  if (!all_finite) largest = without_infinite(x, n, largest);
+  const M some = ge(largest, set(0x1p-118f));
+  const F without = select(lt(largest, set(1.0f)), zero(), set(__builtin_nanf("")));
+  const F scale = select(some, largest / set(127.0f), without);
+  // Wide stores are read in parts; the other way round a load would wait until every store before it is done.
+  float factors[16], scales[16], totals[16];
+  store(factors, select(some, set(127.0f) / largest, zero()));
+  store(scales, scale);
+  int64_t at[16];
+  for (int g = 0; g < n; ++g) at[g] = places.next(rows);
+  I low[16], high[16];
+  for (int g = 0; g < n; ++g) {
+    const F factor = set(factors[g]);
+    low[g] = round(load(x + g * kGroup) * factor), high[g] = round(load(x + g * kGroup + 16) * factor);
+    if (!all_finite && scales[g] != scales[g]) low[g] = high[g] = iset(0);
+    int8_t* const q = rows.q + at[g] * kGroup;
+    store_i8(q, low[g]);
+    store_i8(q + 16, high[g]);
+  }
+  for (int g = n; g < 16; ++g) low[g] = high[g] = iset(0);
+  if (rows.offsets) {
+    const I a = sum_each(low), b = sum_each(high);
+    int32_t halves[2][16];
+    store(halves[0], a);
+    store(halves[1], b);
     for (int g = 0; g < n; ++g) {
-      const F a = abs(load(part + g * kGroup)), b = abs(load(part + g * kGroup + 16));
-      finite = finite & is_finite(a) & is_finite(b);
-      size[g] = max(a, b);
+      int32_t* const to = rows.offsets + 4 * at[g];
+      to[0] = -128 * halves[0][g], to[1] = -128 * halves[1][g], to[2] = to[0] + to[1], to[3] = 0;
     }
-    for (int g = n; g < 16; ++g) size[g] = zero();
-    F largest = max_each(size);
-    const bool all_finite = mask_bits(finite) == 0xFFFF;
-    if (!all_finite) largest = without_infinite(part, n, largest);
-    const M some = ge(largest, set(0x1p-118f));
-    const F without = select(lt(largest, set(1.0f)), zero(), set(__builtin_nanf("")));
-    const F scale = select(some, largest / set(127.0f), without);
-    // Wide stores are read in parts; the other way round a load would wait until every store before it is done.
-    float factors[16], scales[16], totals[16];
-    store(factors, select(some, set(127.0f) / largest, zero()));
-    store(scales, scale);
-    I low[16], high[16];
-    for (int g = 0; g < n; ++g) {
-      const F factor = set(factors[g]);
-      low[g] = round(load(part + g * kGroup) * factor), high[g] = round(load(part + g * kGroup + 16) * factor);
-      if (!all_finite && scales[g] != scales[g]) low[g] = high[g] = iset(0);
-      int8_t* const q = rows.q + ((first + g) * rows.stride + row) * kGroup;
-      store_i8(q, low[g]);
-      store_i8(q + 16, high[g]);
-    }
-    for (int g = n; g < 16; ++g) low[g] = high[g] = iset(0);
-    if (rows.offsets) {
-      const I a = sum_each(low), b = sum_each(high);
-      int32_t halves[2][16];
-      store(halves[0], a);
-      store(halves[1], b);
-      for (int g = 0; g < n; ++g) {
-        int32_t* const to = rows.offsets + 4 * ((first + g) * rows.stride + row);
-        to[0] = -128 * halves[0][g], to[1] = -128 * halves[1][g], to[2] = to[0] + to[1], to[3] = 0;
-      }
-      store(totals, scale * to_float(a + b));
-    } else {
-      for (int g = 0; g < 16; ++g) low[g] = low[g] + high[g];
-      store(totals, scale * to_float(sum_each(low)));
-    }
-    for (int g = 0; g < n; ++g) {
-      const int64_t at = (first + g) * rows.stride + row;
-      rows.scale[at] = scales[g];
-      rows.total[at] = totals[g];
-    }
+    store(totals, scale * to_float(a + b));
+  } else {
+    for (int g = 0; g < 16; ++g) low[g] = low[g] + high[g];
+    store(totals, scale * to_float(sum_each(low)));
+  }
+  for (int g = 0; g < n; ++g) {
+    rows.scale[at[g]] = scales[g];
+    rows.total[at[g]] = totals[g];
   }
 }
 
-UMBRA_INLINE void prepare_row(const Preparation& p, int64_t row, float* scratch, const Rows& rows) {
+UMBRA_INLINE void quantise(const float* x, int64_t groups, int64_t first, int64_t end, const Rows& rows) {
+  Places places{groups, first, 0};
+  const int64_t count = (end - first) * groups;
+  int64_t done = 0;
+  for (; done + 16 <= count; done += 16) quantise_some<true>(x + done * kGroup, 16, rows, places);
+  if (done < count) quantise_some<false>(x + done * kGroup, static_cast<int>(count - done), rows, places);
+}
+
+// Rows [first, end). What is done to each goes to `scratch` first: the rows follow one another there as in `p.x`.
+UMBRA_INLINE void prepare_rows(const Preparation& p, int64_t first, int64_t end, float* scratch, const Rows& rows) {
   const int64_t n = p.in;
-  const float* x = p.x + row * n;
-  if (p.activation) {
-    const float* const up = p.up + row * n;
-    for (int64_t i = 0; i < n; i += 16) {
-      const F gate = load_part(x, i, n);
-      store(scratch + i, (p.activation == 1 ? silu(gate) : gelu_tanh(gate)) * load_part(up, i, n));
+  for (int64_t row = first; row < end && (p.activation || p.norm); ++row) {
+    const float* x = p.x + row * n;
+    float* const y = scratch + (row - first) * n;
+    if (p.activation) {
+      const float* const up = p.up + row * n;
+      for (int64_t i = 0; i < n; i += 16) {
+        const F gate = load_part(x, i, n);
+        store_part(y, i, n, (p.activation == 1 ? silu(gate) : gelu_tanh(gate)) * load_part(up, i, n));
+      }
+      x = y;
     }
-    x = scratch;
+    if (p.norm) {
+      const F inverse = set(inverse_rms(x, n, p.epsilon));
+      for (int64_t i = 0; i < n; i += 16)
+        store_part(y, i, n, load_part(x, i, n) * inverse * load_part(p.norm, i, n));
+    }
   }
-  if (p.norm) {
-    const F inverse = set(inverse_rms(x, n, p.epsilon));
-    for (int64_t i = 0; i < n; i += 16)
-      store(scratch + i, load_part(x, i, n) * inverse * load_part(p.norm, i, n));
-    x = scratch;
-  }
+  const float* const x = p.activation || p.norm ? scratch : p.x + first * n;
   if (p.floats) {
-    float* const values = rows.values + row * rows.width;
-    for (int64_t i = 0; i < n; i += 16) store(values + i, load_part(x, i, n));
+    for (int64_t row = first; row < end; ++row) {
+      float* const values = rows.values + row * rows.width;
+      for (int64_t i = 0; i < n; i += 16) store(values + i, load_part(x + (row - first) * n, i, n));
+    }
   }
-  if (p.integers) quantise(x, n / kGroup, rows, row);
+  if (p.integers) quantise(x, n / kGroup, first, end, rows);
+}
+
+// `before` (null: nothing) plus `x`, n rows of 16 that lie `width` apart in `before` and `y`, which may be the same.
+UMBRA_INLINE void write_rows(const float* x, int64_t n, const float* before, float* y, int64_t width) {
+  for (int64_t r = 0; r < n; ++r) {
+    const F part = load(x + r * kChannels);
+    store(y + r * width, before ? load(before + r * width) + part : part);
+  }
 }
 
 UMBRA_INLINE void finish_row(const float* x, int64_t n, const float* weight, float epsilon, const float* residual,
