@@ -59,8 +59,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument(
         "--passages", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
-        help="texts, one a line, for the built-in prompts about texts (summaries, questions, copies), beside those that "
-        "the model writes",
+        help="texts, one a line, for the built-in prompts about texts (summaries, questions, copies), beside those "
+        "that the model writes",
     )  # fmt: skip
     p.add_argument(
         "--test", nargs="+", action="extend", default=[], type=Path, metavar="FILE",

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from umbra.configs.prompt_sets import DEFAULT, FOLDER, PromptFileError, load_prompts
+from umbra.configs.prompt_sets import DEFAULT, FOLDER, PromptFileError, load_passages, load_prompts
 
 CATEGORIES = {"chat", "maths", "code", "code_edit", "summary", "retrieval", "json", "translation"}
 
@@ -68,6 +68,24 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path, text, message):
     with pytest.raises(PromptFileError, match=message) as caught:
         load_prompts(path)
     assert "\n" not in str(caught.value)
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = ('{"question_id": 1, "turns": ["a\u2028b\u0085c"]}', '{"question_id": 2, "turns": ["d"]}')
+    path.write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    assert [prompt.turns[0] for prompt in load_prompts(path)] == ["a\u2028b\u0085c", "d"]
+
+
+def test_passages_are_the_lines_of_a_file(tmp_path):
+    path = tmp_path / "passages.txt"
+    path.write_text("\ufeffOne passage.\n\n  Another\u2028one. \r\n", encoding="utf-8", newline="")
+    assert load_passages(path) == ["One passage.", "Another\u2028one."]
+    path.write_text(" \n")
+    with pytest.raises(PromptFileError, match="passages.txt holds no passage; expected one a line"):
+        load_passages(path)
+    with pytest.raises(PromptFileError, match="cannot read the passages .*: No such file"):
+        load_passages(tmp_path / "nowhere.txt")
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -174,7 +174,7 @@ class Attention {
       }
     }
     threads_ = thread_count();
-    const int64_t most = threads_ > 1 ? std::max<int64_t>(4, total / (threads_ * kItemsPerThread)) : total;
+    const int64_t most = threads_ > 1 ? std::max<int64_t>(1, total / (threads_ * kItemsPerThread)) : total;
     for (size_t j = 0; j < jobs_.size(); ++j) {
       Job& job = jobs_[j];
       const int64_t n = job.end - job.begin, floats = n * state_floats(job.rows(c_), c_.head.padded);

@@ -94,6 +94,13 @@ def test_prompts_from_outside(tmp_path):
     assert all(a.row.job.temperature == 0 for a in measured)
 
 
+def test_passages_of_ones_own_are_asked_about(tmp_path):
+    own = [f"The passage number {i} that somebody else wrote." for i in range(3)]
+    answered, _ = run(tmp_path, FakeTrunk(1), dataclasses.replace(CONFIG, tokens=10**6), Sources(passages=own))
+    prompts = [bytes(a.row.job.prompt_ids).decode() for a in answered]
+    assert all(any(text in prompt for prompt in prompts) for text in own)
+
+
 def test_some_answers_are_sampled(tmp_path):
     answered, _ = run(tmp_path, FakeTrunk(1), dataclasses.replace(CONFIG, tokens=10**6, sampled=0.5))
     temperatures = {a.row.job.temperature for a in answered}
