@@ -21,6 +21,9 @@ ROWS = 24
 PASSES = 8
 """at most, one after the other without waiting for results, as the engine runs them: a pass that is waited for takes a
 millisecond longer, of which more drafts would seem to make the most."""
+KNOTS = (1, 2, 5, 8, 16, 32, 64, 128)
+"""Rows between which the table is straight. Measurements are off by a few percent, and a row more costs ten: one by one,
+they would make some numbers of drafts seem free."""
 POSITION = 64
 """Where the measured slots stand: what context adds is shared by a slot's rows, and left out."""
 
@@ -31,9 +34,8 @@ def assumed(rows: int) -> np.ndarray:
 
 
 def measured(device: Device) -> np.ndarray:
-    """The table of this machine, in milliseconds, float32 `[cost_entries]`: measured at a few sizes, straight between
-    them, and never falling: what disturbs a measurement makes it longer, so that the time of a larger pass bounds those
-    of smaller ones. For an idle device; its slots are overwritten."""
+    """The table of this machine, in milliseconds, float32 `[cost_entries]`, as `fitted` to measurements of a few sizes.
+    For an idle device; its slots are overwritten."""
     if device.context < 2 * POSITION:
         return assumed(device.rows)
     sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128) if n < device.rows]
@@ -41,8 +43,18 @@ def measured(device: Device) -> np.ndarray:
     least = np.full(len(sizes), np.inf)
     for _ in range(ROUNDS):
         least = np.minimum(least, [_seconds(device, rows) for rows in sizes])
-    rising = np.minimum.accumulate(least[::-1])[::-1]
-    return (1e3 * np.interp(np.arange(cost_entries(device.rows)), sizes, rising)).astype(np.float32)
+    return (1e3 * fitted(np.array(sizes), least, cost_entries(device.rows))).astype(np.float32)
+
+
+def fitted(sizes: np.ndarray, times: np.ndarray, entries: int) -> np.ndarray:
+    """The line through `KNOTS` that is nearest to `times` of passes over `sizes` rows (rising, the first is 1), by the
+    squares of relative errors, read at 0, 1, ... `entries` - 1 rows; constant behind the last size. It never falls:
+    what disturbs a measurement makes it longer, so the time of a larger pass bounds those of smaller ones."""
+    knots = np.unique(np.minimum(KNOTS, sizes[-1]))
+    shares = np.stack([np.interp(sizes, knots, one) for one in np.eye(len(knots))], axis=1)
+    values = np.linalg.lstsq(shares / times[:, None], np.ones(len(times)), rcond=None)[0]
+    rising = np.minimum.accumulate(values[::-1])[::-1]
+    return np.interp(np.arange(entries), knots, rising)
 
 
 def _seconds(device: Device, rows: int) -> float:
