@@ -22,8 +22,8 @@ PASSES = 8
 """at most, one after the other without waiting for results, as the engine runs them: a pass that is waited for takes a
 millisecond longer, of which more drafts would seem to make the most."""
 KNOTS = (1, 2, 5, 8, 16, 32, 64, 128)
-"""Rows between which the table is straight. Measurements are off by a few percent, and a row more costs ten: one by one,
-they would make some numbers of drafts seem free."""
+"""Rows between which the table is straight. Measurements are off by a few percent, and a row more costs ten: one by
+one, they would make some numbers of drafts seem free."""
 POSITION = 64
 """Where the measured slots stand: what context adds is shared by a slot's rows, and left out."""
 
@@ -50,7 +50,7 @@ def fitted(sizes: np.ndarray, times: np.ndarray, entries: int) -> np.ndarray:
     """The line through `KNOTS` that is nearest to `times` of passes over `sizes` rows (rising, the first is 1), by the
     squares of relative errors, read at 0, 1, ... `entries` - 1 rows; constant behind the last size. It never falls:
     what disturbs a measurement makes it longer, so the time of a larger pass bounds those of smaller ones."""
-    knots = np.unique(np.minimum(KNOTS, sizes[-1]))
+    knots = np.array([*(n for n in KNOTS if n < sizes[-1]), sizes[-1]])
     shares = np.stack([np.interp(sizes, knots, one) for one in np.eye(len(knots))], axis=1)
     values = np.linalg.lstsq(shares / times[:, None], np.ones(len(times)), rcond=None)[0]
     rising = np.minimum.accumulate(values[::-1])[::-1]
