@@ -1,6 +1,7 @@
 #include "linear_run.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -84,22 +85,69 @@ Rows lay_out(Pieces& pieces, const LinearKernels& kernels, const Preparation& p,
 }
 
 // Costs in nanoseconds of one core, roughly: they only decide how work is cut.
-constexpr double kClaim = 1500, kLongest = 15000;
+constexpr double kClaim = 1500, kLongest = 15000, kOwn = 10000;
 
 // Chunks for `total` of work, none cheaper than kClaim or dearer than kLongest, about six for each thread.
 double chunk_cost(double total) { return std::clamp(total / (6 * thread_count()), kClaim, kLongest); }
 
+double row_cost(const Preparation& p) {
+  return 0.2 * static_cast<double>(p.in) * (p.activation ? 5 : p.norm ? 2 : 1);
+}
+
 void prepare_rows(const LinearKernels& kernels, const Preparation& p, const Rows& rows) {
-  const double cost = 0.2 * static_cast<double>(p.in) * (p.activation ? 5 : p.norm ? 2 : 1);
   const auto some = [&](int64_t first, int64_t end) {
     const auto bytes = (end - first) * p.in * static_cast<int64_t>(sizeof(float));
     kernels.prepare(p, first, end, reinterpret_cast<float*>(row_scratch.get(bytes)), rows);
   };
-  const int64_t each = std::max<int64_t>(1, static_cast<int64_t>(kClaim / cost));
+  const int64_t each = std::max<int64_t>(1, static_cast<int64_t>(kClaim / row_cost(p)));
   if (rows.count <= each) return some(0, rows.count);
   parallel_for((rows.count + each - 1) / each,
                [&](int64_t chunk) { some(chunk * each, std::min(rows.count, (chunk + 1) * each)); });
 }
+
+// The prepared rows of one call: made by all threads together and shared, or, where that would save less time than it
+// takes to wait for one another and to read what others wrote, by each thread for itself when it first needs them.
+class Operands {
+ public:
+  // `before_hand`: the rows are about to be overwritten, so that no thread can come back to them.
+  Operands(const LinearKernels& kernels, const Preparation& p, int64_t n_rows, bool before_hand, const Rows& shared)
+      : kernels_(kernels), p_(p), n_rows_(n_rows), shared_(shared) {
+    const double saved = row_cost(p) * static_cast<double>(n_rows - (n_rows + thread_count() - 1) / thread_count());
+    if (before_hand || saved > kOwn) {
+      prepare_rows(kernels, p, shared);
+    } else {
+      static std::atomic<uint64_t> calls{0};
+      call_ = calls.fetch_add(1, std::memory_order_relaxed) + 1;
+    }
+  }
+
+  const Rows& get() const {
+    if (!call_) return shared_;
+    static thread_local Own own;
+    if (own.call != call_) {
+      Pieces sizes(nullptr);
+      lay_out(sizes, kernels_, p_, n_rows_);
+      Pieces pieces(own.memory.get(sizes.size()));
+      own.rows = lay_out(pieces, kernels_, p_, n_rows_);
+      kernels_.prepare(p_, 0, n_rows_, reinterpret_cast<float*>(row_scratch.get(n_rows_ * p_.in * 4)), own.rows);
+      own.call = call_;
+    }
+    return own.rows;
+  }
+
+ private:
+  struct Own {
+    uint64_t call = 0;
+    Scratch memory;
+    Rows rows{};
+  };
+
+  const LinearKernels& kernels_;
+  const Preparation& p_;
+  const int64_t n_rows_;
+  const Rows& shared_;
+  uint64_t call_ = 0;  // 0: shared
+};
 
 double block_cost(const Matrix& m, int64_t rows) {
   const auto n = static_cast<double>(rows), in = static_cast<double>(m.in);
@@ -207,10 +255,13 @@ void run_linear(const LinearCall& call) {
   lay_out(sizes, kernels, call.preparation, call.n_rows);
   sizes.take<float>(raw_size);
   Pieces pieces(call_scratch.get(sizes.size()));
-  const Rows rows = lay_out(pieces, kernels, call.preparation, call.n_rows);
+  const Rows shared = lay_out(pieces, kernels, call.preparation, call.n_rows);
   float* const raw = call.post_norm ? pieces.take<float>(raw_size) : nullptr;  // y may be the residual's memory
   const float* const residuals = raw ? nullptr : call.residual;
-  prepare_rows(kernels, call.preparation, rows);
+  bool overwritten = false;
+  for (int i = 0; i < call.n_targets; ++i)
+    overwritten |= call.targets[i].y == call.preparation.x || call.targets[i].y == call.preparation.up;
+  const Operands operands(kernels, call.preparation, call.n_rows, overwritten, shared);
 
   const Plan plan(call);
   parallel_for(plan.chunks, [&](int64_t chunk) {
@@ -219,6 +270,7 @@ void run_linear(const LinearCall& call) {
     const Target& target = call.targets[i];
     const int64_t first = (chunk - (i ? plan.end[i - 1] : 0)) * plan.size[i];
     const int64_t count = std::min(plan.size[i], target.matrix.blocks() - first);
+    const Rows& rows = operands.get();
     for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
       const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
       // The lines to be written lie in the cache of the core that wrote or read them last.
@@ -246,14 +298,15 @@ void run_head(const HeadCall& call) {
   lay_out(sizes, kernels, call.preparation, call.n_rows);
   sizes.take<Summary>(call.n_rows * segments);
   Pieces pieces(call_scratch.get(sizes.size()));
-  const Rows rows = lay_out(pieces, kernels, call.preparation, call.n_rows);
+  const Rows shared = lay_out(pieces, kernels, call.preparation, call.n_rows);
   auto* const parts = pieces.take<Summary>(call.n_rows * segments);  // [R, segments]
-  prepare_rows(kernels, call.preparation, rows);
+  const Operands operands(kernels, call.preparation, call.n_rows, false, shared);
 
   constexpr int64_t kRowsAtOnce = 16, kBlocks = kSegment / kChannels;
   parallel_for(segments, [&](int64_t segment) {
     alignas(64) float logits[kRowsAtOnce * kSegment];
     const int64_t first = segment * kBlocks, count = std::min(kBlocks, call.matrix.blocks() - first);
+    const Rows& rows = operands.get();
     for (int64_t row = 0; row < call.n_rows; row += kRowsAtOnce) {
       const int64_t n = std::min(kRowsAtOnce, call.n_rows - row);
       const auto soon = [](int64_t) {};
