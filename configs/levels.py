@@ -139,8 +139,8 @@ COMPLEXITY = Complexity(
 
 @dataclasses.dataclass(frozen=True)
 class Relaxation:
-    """What relaxed acceptance was found to cost on one trunk: with drafts accepted down to `margin` below the chosen
-    token's log-probability, at most a share of `bound` of the tokens differs, with this `confidence`."""
+    """What relaxed acceptance was found to cost on one trunk with one shadow: with drafts accepted down to `margin`
+    below the chosen token's log-probability, at most a share of `bound` of the tokens differs, with this `confidence`."""
 
     margin: float
     bound: float
@@ -154,13 +154,14 @@ class Relaxation:
             raise ValueError(f"bound {self.bound} and confidence {self.confidence} must be shares")
 
 
-def relaxation(trunk: str, weights_id: str, folder: Path | None = None) -> Relaxation:
-    """The calibrated margin for the trunk configuration `trunk` with these weights; a margin of 0 when none passed.
-    Raises `ValueError` when there is no file, when it is damaged, and when it is about other weights."""
+def relaxation(trunk: str, weights_id: str, shadow_id: str, folder: Path | None = None) -> Relaxation:
+    """The calibrated margin for the trunk configuration `trunk` with these weights and this shadow, which decides what
+    there is to be accepted; a margin of 0 when none passed. Raises `ValueError` when there is no file, when it is
+    damaged, and when it is about others."""
     file = (folder or RELAXED) / f"{trunk}.json"
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
-        calibrated_on = data["weights_id"]
+        calibrated_on, drafted_by = data["weights_id"], data["shadow_id"]
         margin, bound, confidence = (float(data[name]) for name in ("margin", "bound", "confidence"))
         prompts = int(data["prompts"])
     except FileNotFoundError:
@@ -169,4 +170,6 @@ def relaxation(trunk: str, weights_id: str, folder: Path | None = None) -> Relax
         raise ValueError(f"{file} is damaged ({type(error).__name__}: {error})") from None
     if calibrated_on != weights_id:
         raise ValueError(f"{file} was calibrated on other weights; lossy levels need a file for these")
+    if drafted_by != shadow_id:
+        raise ValueError(f"{file} was calibrated with another shadow; lossy levels need a file for this one")
     return Relaxation(margin, bound, confidence, prompts)

@@ -18,7 +18,7 @@ from ..kernels.backend import Kernels
 from ..kernels.draft import DraftWeights
 from .chat_template import ChatTemplate
 from .frequency import frequent_tokens
-from .shadow import ShadowError, count, drafting, load_shadow, shipped
+from .shadow import ShadowError, count, drafting, load_shadow, shadow_id, shipped
 from .tokenizer import Tokenizer
 from .weights import fetch, huggingface
 from .weights.assemble import Progress
@@ -59,6 +59,8 @@ class Model:
     """What the parameters are laid out for."""
     shadow: DraftWeights | None = None
     """The shadow network, ready to draft; None: there is none for this trunk."""
+    shadow_id: str = ""
+    """Which shadow it is: `model/shadow.py: shadow_id`; empty without one."""
 
 
 def load_model(
@@ -99,26 +101,26 @@ def load_model(
     weights_id = source.weights_id()
     return Model(
         spec, config, params, text.tokenizer, text.chat_template, text.eos_ids, weights_id, planned.words, kernels,
-        _shadow(shadow, config, params, weights_id, kernels),
+        *_shadow(shadow, config, params, weights_id, kernels),
     )  # fmt: skip
 
 
 def _shadow(
     wanted: str | Path, config: TrunkConfig, params: dict[str, Any], weights_id: str, kernels: Kernels
-) -> DraftWeights | None:
+) -> tuple[DraftWeights | None, str]:
     if wanted == "off":
-        return None
+        return None, ""
     try:
         path = shipped(weights_id) if wanted == "auto" else Path(wanted).expanduser()
         if path is None:
-            return None
+            return None, ""
         trained = load_shadow(path, trunk=config, weights_id=weights_id)
     except ShadowError as error:
         raise ModelError(str(error)) from error
     log.info("shadow %s: %s", path.name, count(trained.config, config))
     # One device's copy of the table: it is read by a function that knows nothing of a mesh.
     table = jax.tree.map(np.asarray, params["embed"])
-    return drafting(trained, {"embed": table}, config, kernels)
+    return drafting(trained, {"embed": table}, config, kernels), shadow_id(path)
 
 
 def _embedding(given: str | EmbeddingForm) -> EmbeddingForm:

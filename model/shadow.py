@@ -13,6 +13,7 @@ drafters do (ReDrafter, Arctic's speculator), so no cache is needed and the cont
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -219,6 +220,11 @@ def load_shadow(path: Path, *, trunk: TrunkConfig, weights_id: str) -> Shadow:
         return Shadow(config, values, values["vocab"])
     except (KeyError, ValueError, safetensors.SafetensorError) as error:
         raise ShadowError(f"the shadow {path} is damaged: {error}") from error
+
+
+def shadow_id(path: Path) -> str:
+    """Names the shadow in a file: 16 hexadecimal digits of the SHA-256 of its bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def shipped(weights_id: str) -> Path | None:

@@ -76,7 +76,7 @@ def lossy_policies(model: Model) -> Mapping[str, Policy]:
     was, or nothing that helps was found to be within its bound."""
     from ..model.skipping import skips_for  # only now: it imports JAX
 
-    relaxed = relaxation(model.config.name, model.weights_id)
+    relaxed = relaxation(model.config.name, model.weights_id, model.shadow_id)
     skips = skips_for(model)
     subset = skips.allowed if skips is not None else None
     made = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...configs.files import write_text
@@ -75,7 +75,7 @@ def relax(plan: Plan, say: Say) -> dict[str, Any]:
     tested = fixed_sequence(losses)
     chosen = last_passed(tested)
     if plan.save:
-        text = json.dumps(relaxed(settings[SYSTEM]["weights_id"], len(prompts), tested), indent=1) + "\n"
+        text = json.dumps(relaxed(settings[SYSTEM], len(prompts), tested), indent=1) + "\n"
         write_text(RELAXED / f"{trunk}.json", text)
     rows: list[Row] = [
         {"system": "umbra", "category": f"margin {margin:g}", **_blank(), "margin": margin, **dataclasses.asdict(one)}
@@ -93,12 +93,13 @@ def relax(plan: Plan, say: Say) -> dict[str, Any]:
     return report(plan, before, versions, {"umbra": settings[SYSTEM]}, rows, summary)
 
 
-def relaxed(weights_id: str, prompts: int, tested: Sequence[Tested]) -> dict[str, Any]:
+def relaxed(settings: Mapping[str, Any], prompts: int, tested: Sequence[Tested]) -> dict[str, Any]:
     """What configs/levels.py reads: the boldest margin that passed (0: none did) and its bound, and how all did."""
     chosen = last_passed(tested)
     grid = [{"margin": m, **dataclasses.asdict(one)} for m, one in zip(MARGINS, tested, strict=True)]
     return {
-        "weights_id": weights_id,
+        "weights_id": settings["weights_id"],
+        "shadow_id": settings["shadow_id"],
         "margin": 0.0 if chosen is None else MARGINS[chosen],
         "bound": 0.0 if chosen is None else round(tested[chosen].bound, 6),
         "confidence": CONFIDENCE,

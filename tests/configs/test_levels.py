@@ -99,19 +99,21 @@ def test_rules_that_are_not_monotone_are_refused(points, most, budgets):
 
 
 def calibrated(folder, **changes):
-    data = {"weights_id": "w", "margin": 0.4, "bound": 0.03, "confidence": 0.95, "prompts": 80, "grid": [], **changes}
+    data = {"weights_id": "w", "shadow_id": "s", "margin": 0.4, "bound": 0.03, "confidence": 0.95, "prompts": 80}
+    data |= {"grid": [], **changes}
     (folder / "tiny.json").write_text(json.dumps(data))
 
 
 def test_the_calibrated_margin_of_a_trunk(tmp_path):
     calibrated(tmp_path)
-    assert relaxation("tiny", "w", tmp_path) == Relaxation(0.4, 0.03, 0.95, 80)
+    assert relaxation("tiny", "w", "s", tmp_path) == Relaxation(0.4, 0.03, 0.95, 80)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"weights_id": "other"}, "calibrated on other weights"),
+        ({"shadow_id": "other"}, "calibrated with another shadow"),
         ({"margin": "much"}, "damaged"),
         ({"margin": None}, "damaged"),
         ({"margin": -1}, "must not be negative"),
@@ -121,12 +123,12 @@ def test_the_calibrated_margin_of_a_trunk(tmp_path):
 def test_files_that_cannot_be_used(tmp_path, changes, message):
     calibrated(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        relaxation("tiny", "w", tmp_path)
+        relaxation("tiny", "w", "s", tmp_path)
 
 
 def test_no_file_and_no_json(tmp_path):
     with pytest.raises(ValueError, match="not calibrated for tiny; supported: exact levels"):
-        relaxation("tiny", "w", tmp_path)
+        relaxation("tiny", "w", "s", tmp_path)
     (tmp_path / "tiny.json").write_text("{")
     with pytest.raises(ValueError, match="damaged"):
-        relaxation("tiny", "w", tmp_path)
+        relaxation("tiny", "w", "s", tmp_path)

@@ -90,7 +90,8 @@ LOSSY = %r
 
 class Fake(System):
     def load(self, setup):
-        return {"versions": {"fake": "1"}, "settings": {"context": 4096, "thinks": "generic", "weights_id": "w"}}
+        settings = {"context": 4096, "thinks": "generic", "weights_id": "w", "shadow_id": "s"}
+        return {"versions": {"fake": "1"}, "settings": settings}
     def trunk_name(self):
         return "fake"
     def encode(self, texts):
@@ -163,14 +164,14 @@ def test_relaxed_acceptance_is_calibrated_and_read_back(fakes, tmp_path, monkeyp
     assert rows[1.5]["loss"] == pytest.approx(0.15) and not rows[1.5]["passed"]
     margin = content["summary"]["umbra"]["margin"]
     assert margin == max(m for m, row in rows.items() if row["passed"]) > 0
-    read = relaxation("fake", "w", tmp_path)
+    read = relaxation("fake", "w", "s", tmp_path)
     assert (read.margin, read.prompts, read.confidence) == (margin, 100, 0.95)
     assert read.bound <= 0.05
     assert "other tokens by margin in nats: 0: 0.0 %" in readme.relaxing(content)
 
 
 def test_a_margin_of_zero_is_written_when_nothing_passed():
-    made = lossy.relaxed("w", 3, fixed_sequence([[0.5] * 3] * len(lossy.MARGINS)))
+    made = lossy.relaxed({"weights_id": "w", "shadow_id": "s"}, 3, fixed_sequence([[0.5] * 3] * len(lossy.MARGINS)))
     assert (made["margin"], made["bound"]) == (0.0, 0.0)
 
 

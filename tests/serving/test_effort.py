@@ -126,12 +126,12 @@ def test_a_level_sets_what_the_parameters_leave_open():
 # ---- lossy levels
 
 
-MODEL = SimpleNamespace(name="m", weights_id="w", config=SimpleNamespace(name="tiny", n_layers=12))
+MODEL = SimpleNamespace(name="m", weights_id="w", shadow_id="s", config=SimpleNamespace(name="tiny", n_layers=12))
 
 
 def calibrate(monkeypatch, tmp_path, margin, subset):
     monkeypatch.setattr(levels, "RELAXED", tmp_path)
-    data = {"weights_id": "w", "margin": margin, "bound": 0.031, "confidence": 0.95, "prompts": 80}
+    data = {"weights_id": "w", "shadow_id": "s", "margin": margin, "bound": 0.031, "confidence": 0.95, "prompts": 80}
     (tmp_path / "tiny.json").write_text(json.dumps(data))
     skips = subset and SimpleNamespace(allowed=subset, confidence=0.9, prompts=40)
     monkeypatch.setattr(skipping, "skips_for", lambda model: skips)

@@ -45,7 +45,9 @@ class Levels(Ours):
 
         skips = skips_for(self.model)
         try:
-            relaxed: dict[str, Any] = dataclasses.asdict(relaxation(self.model.config.name, self.model.weights_id))
+            model = self.model
+            found = relaxation(model.config.name, model.weights_id, model.shadow_id)
+            relaxed: dict[str, Any] = dataclasses.asdict(found)
         except ValueError as error:
             relaxed = {"margin": 0.0, "why": str(error)}
         return {

@@ -42,6 +42,7 @@ class Ours(System):
             "settings": {
                 "weights": self.model.quant,
                 "weights_id": self.model.weights_id,
+                "shadow_id": self.model.shadow_id,
                 "weight_bytes": _bytes(self.model.params),
                 "embedding_bytes": _bytes(self.model.params["embed"]),
                 "kernels": self.engine.device.kernels._asdict(),
