@@ -140,7 +140,7 @@ COMPLEXITY = Complexity(
 @dataclasses.dataclass(frozen=True)
 class Relaxation:
     """What relaxed acceptance was found to cost on one trunk with one shadow: with drafts accepted down to `margin`
-    below the chosen token's log-probability, at most a share of `bound` of the tokens differs, with this `confidence`."""
+    below the chosen token's log-probability, at most a share of `bound` of the tokens differs, with `confidence`."""
 
     margin: float
     bound: float
