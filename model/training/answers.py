@@ -147,7 +147,7 @@ def _run(
     progress = _First(store, tokens, len(jobs))
     total = len(jobs) if tokens is None else tokens
     progress.advance()
-    before = progress.measure()
+    before = min(progress.measure(), total)  # more, if an earlier run was asked for more
     todo = [index for index in range(len(jobs)) if index not in store.rows]
     report(what, before, total, before)
     if not progress.done:
