@@ -21,9 +21,9 @@ ROWS = 24
 PASSES = 8
 """at most, one after the other without waiting for results, as the engine runs them: a pass that is waited for takes a
 millisecond longer, of which more drafts would seem to make the most."""
-KNOTS = (1, 2, 5, 8, 16, 32, 64, 128)
+KNOTS = (1, 2, 5, 8, 12, 16, 20, 24, 32, 48, 64, 128)
 """Rows between which the table is straight. Measurements are off by a few percent, and a row more costs ten: one by
-one, they would make some numbers of drafts seem free."""
+one, they would make some numbers of drafts seem free. Products change their way of working at 16 rows."""
 POSITION = 64
 """Where the measured slots stand: what context adds is shared by a slot's rows, and left out."""
 
