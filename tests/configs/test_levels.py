@@ -12,6 +12,7 @@ from umbra.configs.levels import (
     EFFORTS,
     LEVELS,
     LOSSY,
+    RELAXED,
     Complexity,
     Level,
     Relaxation,
@@ -21,6 +22,7 @@ from umbra.configs.levels import (
     fit_budget,
     relaxation,
 )
+from umbra.model.shadow import shadow_id, shipped
 
 
 def test_the_levels_and_their_budgets():
@@ -124,6 +126,14 @@ def test_files_that_cannot_be_used(tmp_path, changes, message):
     calibrated(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         relaxation("tiny", "w", "s", tmp_path)
+
+
+@pytest.mark.parametrize("file", sorted(RELAXED.glob("*.json")), ids=lambda file: file.name)
+def test_what_ships_was_calibrated_with_the_shadow_that_ships(file):
+    weights = json.loads(file.read_text())["weights_id"]
+    shadow = shipped(weights)
+    assert shadow is not None
+    assert relaxation(file.stem, weights, shadow_id(shadow)).margin > 0
 
 
 def test_no_file_and_no_json(tmp_path):
