@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -204,20 +204,31 @@ class _Layer:
 
     def add_attended(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Hidden states after attention's output projection."""
-        return self._add(x, attended, "o", "post_attn_norm")
+
+        def product(**after: Any) -> jax.Array:
+            return self._linear(attended, ("o",), **after)[0]
+
+        return self._add(x, product, "post_attn_norm")
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """Hidden states after the feed-forward network."""
-        gate, up = self._linear(x, ("gate", "up"), norm=self._norm("mlp_norm"))
-        return self._add(x, gate, "down", "post_mlp_norm", up=up, activation=self.config.activation)
 
-    def _add(self, x: jax.Array, y: jax.Array, name: str, post_norm: str, **how: Any) -> jax.Array:
-        """`x` plus the product of `y`, normalised first where the family does so."""
+        def product(**after: Any) -> jax.Array:
+            stack = self.stack
+            return linear.gated(
+                x, stack["gate"], stack["up"], stack["down"], self.index, n_rows=self.n_rows,
+                activation=self.config.activation, norm=self._norm("mlp_norm"), backend=self.run.kernels.linear,
+                tile=self.run.tile, **after,
+            )  # fmt: skip
+
+        return self._add(x, product, "post_mlp_norm")
+
+    def _add(self, x: jax.Array, product: Callable[..., jax.Array], post_norm: str) -> jax.Array:
+        """`x` plus the product, which takes a norm and a sum after it; normalised first where the family does so."""
         norm = self._norm(post_norm) if self.config.sandwich_norms else None
         if self.run.axis is None:
-            return self._linear(y, (name,), post_norm=norm, residual=x, **how)[0]
-        (part,) = self._linear(y, (name,), **how)  # of this device; norm and residual want the whole
-        y = self.run.sum(part)
+            return product(post_norm=norm, residual=x)
+        y = self.run.sum(product())  # the product is this device's part; norm and residual want the whole
         return x + (y if norm is None else rms_norm(y, norm[0][self.index], norm[1]))
 
 

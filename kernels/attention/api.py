@@ -49,7 +49,7 @@ class Queries(NamedTuple):
 
     slots: jax.Array  # int32 [T]: row of `tables`
     positions: jax.Array  # int32 [T]: absolute position, -1 for padding
-    n_tokens: jax.Array  # int32 []: tokens in use; the rest of T is padding
+    n_tokens: jax.Array  # int32 []: tokens in use; the rest of T is padding, whose result is unspecified
     starts: jax.Array  # int32 [G]: first token of a group
     counts: jax.Array  # int32 [G]: its tokens
     n_groups: jax.Array  # int32 []

@@ -91,6 +91,37 @@ def linear(
     return tuple(outputs)
 
 
+def gated(
+    x: jax.Array,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    layer: jax.Array | None,
+    *,
+    n_rows: jax.Array,
+    activation: str,
+    norm: Norm | None = None,
+    post_norm: Norm | None = None,
+    residual: jax.Array | None = None,
+    backend: str,
+    tile: int | None = None,
+) -> jax.Array:
+    """A gated feed-forward network of `x` float32 `[R, D]`: `down(activation(gate(y)) * up(y))`, float32 `[R, D]`, with
+    y = `norm`(x); then `post_norm` is applied and `residual` added. The bits are those of two calls of `linear`, whose
+    arguments these are."""
+    weights = (gate, up, down)
+    if backend == "cpu" and not any(isinstance(weight, Mixed | Split) for weight in weights):
+        return _module(backend).gated(
+            x, *weights, layer, n_rows=n_rows, activation=activation, norm=norm, post_norm=post_norm,
+            residual=residual,
+        )  # fmt: skip
+    run: dict[str, Any] = dict(n_rows=n_rows, backend=backend, tile=tile)
+    open_gate, value = linear(x, [gate, up], layer, norm=norm, **run)
+    return linear(
+        open_gate, [down], layer, up=value, activation=activation, post_norm=post_norm, residual=residual, **run
+    )[0]
+
+
 def embed(ids: jax.Array, table: Weight, *, n_rows: jax.Array, backend: str) -> jax.Array:
     """Rows `ids` (int32 `[T]`, each in [0, V)) of the table `[V, D]`: float32 `[T, D]`."""
     if isinstance(table, Mixed):

@@ -78,6 +78,42 @@ def linear(
     )  # fmt: skip
 
 
+def gated(
+    x: jax.Array,
+    gate: jax.Array | Quantised,
+    up: jax.Array | Quantised,
+    down: jax.Array | Quantised,
+    layer: jax.Array | None,
+    *,
+    n_rows: jax.Array,
+    activation: str,
+    norm: Norm | None,
+    post_norm: Norm | None,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """See api.py. In one call the product with `gate` and `up` becomes the operand of the one with `down` where it is
+    made: it is not written as floats, nor read and prepared by every thread."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not supported; supported: silu, gelu_tanh")
+    (rows, inputs), stacked = x.shape, layer is not None
+    inner = out_features(gate, inputs, stacked=stacked)
+    own = residual is x  # passed once: two operands that are one array could not both give their memory to the result
+    optional = [None, norm and norm[0], post_norm and post_norm[0], None if own else residual]
+    operands = [value for value in optional if value is not None]
+    for weight, features in ((gate, inputs), (up, inputs), (down, inner)):
+        operands += _operands(weight, features, stacked)
+    result = jax.ShapeDtypeStruct((rows, out_features(down, inner, stacked=stacked)), jnp.float32)
+    place = 0 if own else 3 + sum(value is not None for value in optional[:-1])
+    alias = {} if residual is None else {place: 0}  # as in `linear`
+    call = jax.ffi.ffi_call(native.handler("umbra_gated"), result, input_output_aliases=alias)
+    return call(
+        x, jnp.int32(0) if layer is None else layer, n_rows, *operands,
+        optional=_bits([*optional, x if own else None]), activation=np.int32(_ACTIVATIONS[activation]),
+        epsilon=np.float32(norm[1] if norm else 0), post_epsilon=np.float32(post_norm[1] if post_norm else 0),
+        inner=np.int32(inner), forms=np.array([_form(weight) for weight in (gate, up, down)], np.int32),
+    )  # fmt: skip
+
+
 def embed(ids: jax.Array, table: jax.Array | Quantised, *, n_rows: jax.Array) -> jax.Array:
     """See api.py."""
     if not isinstance(table, Quantised):

@@ -51,13 +51,14 @@ FUNCTION(pairs, paired<8>(paired<4>(paired<2>(paired<1>(x)))))
 FUNCTION(sums, set(sum(x)) + set(max(x)) + to_float(iset(sum(trunc(x)))))
 FUNCTION(masks, set(mask_bits(gt(x, zero()) & first(11)) + (any(gt(bits(x), iota())) ? 1 : 0)))
 
-EXPORT(each)(const float* in, float* out) {  // [16, 16] -> [2, 16]
+EXPORT(each)(const float* in, float* out) {  // [16, 16] -> [3, 16]
   using namespace umbra::UMBRA_ISA;
   F x[16];
   I y[16];
   for (int i = 0; i < 16; ++i) x[i] = load(in + 16 * i), y[i] = trunc(x[i]);
   store(out, max_each(x));
   store(out + 16, to_float(sum_each(y)));
+  store(out + 32, sum_each(x));
 }
 
 EXPORT(narrow)(const uint16_t* half, const int8_t* byte, float* out, uint16_t* half_out, int8_t* byte_out) {
@@ -251,7 +252,10 @@ def test_partial_loads_and_stores(library):
 
 def test_sixteen_at_once(library):
     x = np.random.default_rng(3).normal(size=(16, 16)).astype(np.float32) * 1000
-    want = np.stack([x.max(1), np.trunc(x).astype(np.int32).sum(1).astype(np.float32)])
+    halves = x  # summed as `sum` does: the lower half plus the upper one, until there is one left
+    while halves.shape[1] > 1:
+        halves = np.add(*np.split(halves, 2, axis=1))
+    want = np.stack([x.max(1), np.trunc(x).astype(np.int32).sum(1).astype(np.float32), halves[:, 0]])
     for isa in native.isas():
         got = np.empty_like(want)
         call(library, isa, "each", x, got)

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from umbra.kernels import native
-from umbra.kernels.linear import Mixed, Quantised, Split, embed, greedy_head, linear, packing
+from umbra.kernels.linear import Mixed, Quantised, Split, embed, gated, greedy_head, linear, packing
 from umbra.kernels.linear.groups import GROUP, Groups, packed, quantise
 from umbra.kernels.linear.layouts import FLOAT_FORMS, part_shapes, write_rows
 
@@ -289,6 +289,43 @@ def test_quantised_products_after_norm_and_gate(fast: Target) -> None:
         (got,) = apply(fast, x, [weight], 1, **more)
         size = np.linalg.norm(want, axis=1)[:, None] * np.linalg.norm(dense[1], axis=1)
         assert np.max(np.abs(got - want @ dense[1].T.astype(np.float64)) / size) < 0.01
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gated(how: Static, own: bool, x: Any, weights: Any, layer: Any, n_rows: Any, norms: Any, residual: Any) -> Any:
+    norm, post_norm = norms[0] and (*norms[0], how.norm), norms[1] and (*norms[1], how.post_norm)
+    return gated(
+        x, *weights, layer, n_rows=n_rows, activation=how.activation, norm=norm, post_norm=post_norm,
+        residual=x if own else residual, backend=how.backend, tile=how.tile,
+    )  # fmt: skip
+
+
+@each_form
+def test_a_gated_network_has_the_bits_of_its_two_products(target: Target, form: str) -> None:
+    D, inner = (512, 256) if form in ("w4k", "w6k") else (96, 160)
+    gate, up, down = (
+        make(target, form, (2, *shape), seed=i)[0] for i, shape in enumerate([(inner, D)] * 2 + [(D, inner)])
+    )
+    rng = np.random.default_rng(5)
+    before, after = (rng.uniform(0.5, 2, (2, D)).astype(np.float32) for _ in "ab")
+    x, other = (rng.standard_normal((9, D)).astype(np.float32) for _ in "ab")
+    n, eps = 7, (1e-5, 1e-6)
+
+    def check(activation: str, norm: Any, post_norm: Any, residual: Any) -> None:
+        first = {} if norm is None else dict(norm=(norm, eps[0]))
+        second = {} if post_norm is None else dict(post_norm=(post_norm, eps[1]))
+        if residual is not None:
+            second["residual"] = residual
+        a, b = apply(target, x, [gate, up], 1, n_rows=n, **first)
+        (want,) = apply(target, a, [down], 1, n_rows=n, up=b, activation=activation, **second)
+        how = Static(target.backend, activation, *eps)
+        norms = [norm if norm is None else (norm,) for norm in (norm, post_norm)]
+        got = _gated(how, residual is x, x, [gate, up, down], jnp.int32(1), jnp.int32(n), norms, residual)
+        assert np.array_equal(np.asarray(got)[:n], want[:n])
+
+    check("silu", before, None, x)
+    check("gelu_tanh", None, after, other)
+    check("silu", None, None, None)
 
 
 @pytest.mark.parametrize("form", ["float32", *GROUPED])

@@ -131,6 +131,63 @@ def test_instruction_sets_and_threads_give_the_same_bits(form: str) -> None:
             assert np.array_equal(got, want)
 
 
+@functools.partial(jax.jit, static_argnames="own")
+def gated(x: Any, weights: Any, n_rows: Any, residual: Any, own: bool = False) -> Any:
+    return cpu.gated(
+        x, *weights, None, n_rows=n_rows, activation="silu", norm=None, post_norm=None,
+        residual=x if own else residual,
+    )  # fmt: skip
+
+
+GATED = [
+    ("w4", "w4", "w4"), ("w4", "w8m", "w8"), ("w4k", "w4k", "w6k"), ("float32", "w8", "w4"), ("w4", "w4", "float32"),
+    ("float32", "bfloat16", "bfloat16"),
+]  # fmt: skip
+"""Forms of gate, up and down."""
+
+
+@pytest.mark.parametrize("forms", GATED, ids="-".join)
+def test_gated_networks_of_any_forms_and_rows(forms: tuple[str, str, str]) -> None:
+    """The bits of two calls with the plain instruction set, whoever computes them and however many rows there are."""
+    special = "w6k" in forms
+    D, inner = 256 if special else 96, 512 if special else 77 if forms[2] in ("float32", "bfloat16") else 352
+    shapes = [(inner, D), (inner, D), (D, inner)]
+    gate, up, down = (
+        weight_of(form, *shape, seed=i) for i, (form, shape) in enumerate(zip(forms, shapes, strict=True))
+    )
+    x, other = rows(140, D) * 0.1, rows(140, D, seed=1)
+    native.set_isa(ISAS[0])
+    a, b = linear(x, gate, up)
+    want = {own: linear(a, down, up=b, activation="silu", residual=x if own else other)[0] for own in (True, False)}
+    for isa in ISAS:
+        native.set_isa(isa)
+        for threads in (1, 2, 3):
+            native.set_threads(threads)
+            garbage = np.full_like(x, np.nan)
+            for n in (1, 2, 5, 13, 17, 64, 65, 140):
+                garbage[:n] = x[:n]
+                for own, whole in want.items():
+                    got = gated(garbage, (gate, up, down), jnp.int32(n), other, own=own)
+                    assert np.array_equal(np.asarray(got)[:n], whole[:n]), (isa, threads, n, own)
+
+
+def test_gated_networks_that_fit_nothing_are_refused() -> None:
+    gate, down, x = weight_of("w8", 64, 96), weight_of("w8", 96, 64), jnp.zeros((2, 96))
+
+    def run(up: Any, activation: str = "silu", **more: Any) -> None:
+        none = dict.fromkeys(("norm", "post_norm", "residual"))
+        more = {**none, **more}
+        jax.block_until_ready(cpu.gated(x, gate, up, down, None, n_rows=jnp.int32(2), activation=activation, **more))
+
+    run(gate)
+    with pytest.raises(ValueError, match="supported: silu, gelu_tanh"):
+        run(gate, "relu")
+    with pytest.raises(Exception, match=r"blocks must be \[4, 3, 544\]"):
+        run(weight_of("w8", 32, 96))
+    with pytest.raises(Exception, match=r"norm must be float32 \[96\]"):
+        run(gate, norm=(jnp.zeros(95), 1e-5))
+
+
 def _fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a b + c. The product is exact in float64; so is the sum here, but for numbers of very different sizes."""
     return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)

@@ -100,7 +100,7 @@ struct Prepared {
 
 void prepare_token(const Call& c, const Prepared& p, int64_t t) {
   const int H = c.head.size;
-  std::fill_n(c.out + t * c.N * H, c.N * H, 0.0f);
+  if (t < c.n_tokens) std::fill_n(c.out + t * c.N * H, c.N * H, 0.0f);
   if (c.lse) std::fill_n(c.lse + t * c.N, c.N, -std::numeric_limits<float>::infinity());
   if (c.mass) std::fill_n(c.mass + t * c.M, c.M, 0.0f);
   if (t >= c.n_tokens || c.positions[t] < 0) return;

@@ -243,6 +243,16 @@ UMBRA_INLINE Seen seen_by(const AttentionRows& rows, int token) {
   return {begin > 0 ? begin : 0, end < kBlock ? end : kBlock};
 }
 
+// Which row: counted, since a division takes as long as a row's share of a tile.
+struct Row {
+  int token, head;
+
+  Row(const AttentionRows& rows, int i) : token(i / rows.per_token), head(i % rows.per_token) {}
+  __attribute__((always_inline)) void next(const AttentionRows& rows) {
+    if (++head == rows.per_token) head = 0, ++token;
+  }
+};
+
 // The scales of a block; zero for tokens that no row sees, which may hold anything.
 UMBRA_INLINE void load_scales(const AttentionHead& head, const void* from, Seen all, float* to) {
   for (int t = 0; t < kBlock; t += kLanes) {
@@ -404,10 +414,10 @@ UMBRA_INLINE void dot_with_tiles(const AttentionRows& rows, const AttentionBlock
   for (int r = 0; r < rows.count; r += kTileRows) {
     const int n = rows.count - r < kTileRows ? rows.count - r : kTileRows;
     float factors[kTileRows];
-    for (int i = 0; i < n; ++i) {
-      const int token = (r + i) / rows.per_token, head = (r + i) % rows.per_token;
-      factors[i] = rows.scales[token * rows.scale_stride + head];
-      const int16_t* const q = static_cast<const int16_t*>(rows.queries) + token * rows.token_stride + head * kPadded;
+    Row row(rows, r);
+    for (int i = 0; i < n; ++i, row.next(rows)) {
+      factors[i] = rows.scales[row.token * rows.scale_stride + row.head];
+      const int16_t* const q = static_cast<const int16_t*>(rows.queries) + row.token * rows.token_stride + row.head * kPadded;
       for (int c = 0; c < kPadded; c += kTileBytes) {
         split_words(_mm512_loadu_si512(q + c), _mm512_loadu_si512(q + c + 32), upper + i * kPadded + c,
                     lower + i * kPadded + c);
@@ -429,17 +439,23 @@ UMBRA_INLINE void weigh_with_tiles(const AttentionRows& rows, const AttentionBlo
   constexpr int kSpans = kBlock / kSpan, kValuesBytes = kSpan * kPadded;
   const auto* const values = static_cast<const int8_t*>(block.values);
   auto* const turned = reinterpret_cast<int8_t*>(s.wide);
-  for (int span = all.begin / kSpan; span * kSpan < all.end; ++span) {
+  const int begin = all.begin / kSpan, end = round_up(all.end, kSpan) / kSpan;
+  for (int span = begin; span < end; ++span) {  // all of them first: a product waits for what was stored just before
     for (int c = 0; c < kPadded; c += kTileBytes) {
       prefetch_part(block, kBlock * kPadded + span * kValuesBytes + c * kSpan, kTileBytes * kSpan);
-      turn_values(values + 2 * span * kValuesBytes + kPadded + c, 2 * kPadded, turned);
-      for (int r = 0; r < rows.count; r += kTileRows) {
-        const int n = rows.count - r < kTileRows ? rows.count - r : kTileRows;
-        const float* const steps = s.steps + r * kSpans + span;
-        bool any = false;
-        for (int i = 0; i < n; ++i) any |= steps[i * kSpans] != 0.0f;
-        if (!any) continue;
-        weigh_tiles(reinterpret_cast<const int8_t*>(s.weights + r * kBlock) + span * kSpan, n, turned, steps, kPadded,
+      turn_values(values + 2 * span * kValuesBytes + kPadded + c, 2 * kPadded, turned + span * kValuesBytes + c * kSpan);
+    }
+  }
+  for (int r = 0; r < rows.count; r += kTileRows) {
+    const int n = rows.count - r < kTileRows ? rows.count - r : kTileRows;
+    for (int span = begin; span < end; ++span) {
+      const float* const steps = s.steps + r * kSpans + span;
+      bool any = false;
+      for (int i = 0; i < n; ++i) any |= steps[i * kSpans] != 0.0f;
+      if (!any) continue;
+      for (int c = 0; c < kPadded; c += kTileBytes) {
+        weigh_tiles(reinterpret_cast<const int8_t*>(s.weights + r * kBlock) + span * kSpan, n,
+                    turned + span * kValuesBytes + c * kSpan, steps, kPadded,
                     weighted + static_cast<int64_t>(r) * kPadded + c);
       }
     }
@@ -477,13 +493,13 @@ UMBRA_INLINE void dot_block(const AttentionHead& head, const AttentionRows& rows
   }
 }
 
-// What a row sees of `x` [P]: caps it, puts far below everything what the row does not see, and returns the greatest.
-// Works on whole spans; those that the row does not see are left as they are.
-UMBRA_INLINE float masked(const AttentionHead& head, Seen seen, float* x) {
+// What a row sees of `x` [P]: caps it, puts far below everything what the row does not see, and returns lanes of which
+// one is the greatest. Works on whole spans; those that the row does not see are left as they are.
+UMBRA_INLINE F masked(const AttentionHead& head, Seen seen, float* x) {
   if (seen.begin == 0 && seen.end == kBlock && head.softcap == 0.0f) {
     F top = load(x);
     for (int t = kLanes; t < kBlock; t += kLanes) top = max(top, load(x + t));
-    return max(top);
+    return top;
   }
   const F none = set(-2e38f);
   F top = none;
@@ -498,12 +514,12 @@ UMBRA_INLINE float masked(const AttentionHead& head, Seen seen, float* x) {
     store(x + t, y);
     top = max(top, y);
   }
-  return max(top);
+  return top;
 }
 
-// Logits of one row (times log2 e), capped and masked, to weights; their sum. In a float pool the weights are what
-// values are multiplied by,
-UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Float>& s) {
+// Logits of one row (times log2 e), capped and masked, to weights; lanes whose sum is theirs. In a float pool the weights
+// are what values are multiplied by,
+UMBRA_INLINE F soften(Seen seen, int row, float top, const Scratch<Float>& s, F*) {
   float* const x = s.logits + row * kBlock;
   F total = zero();
   for (int t = seen.begin / kSpan * kSpan; t < round_up(seen.end, kSpan); t += kLanes) {
@@ -511,29 +527,28 @@ UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Float>& s
     store(x + t, y);
     total = total + y;
   }
-  return sum(total);
+  return total;
 }
 template <bool tiles>
 UMBRA_INLINE void quantise_weights(const AttentionRows&, const Scratch<Float>&) {}
 
-// in an int8 pool the weights times the scales of the values, and the greatest of a span is noted.
-UMBRA_INLINE float soften(Seen seen, int row, float top, const Scratch<Int8>& s) {
+// in an int8 pool the weights times the scales of the values; one lane of `most` is the greatest of each span.
+UMBRA_INLINE F soften(Seen seen, int row, float top, const Scratch<Int8>& s, F* most) {
   float* const x = s.logits + row * kBlock;
   F total = zero();
   for (int span = 0; span < kBlock / kSpan; ++span) {
-    F most = zero();
+    most[span] = zero();
     if (span * kSpan < seen.end && (span + 1) * kSpan > seen.begin) {
       for (int t = span * kSpan; t < (span + 1) * kSpan; t += kLanes) {
         F y = exp2_weight(load(x + t) - set(top));
         total = total + y;
         y = y * load(s.v_scales + t);
         store(x + t, y);
-        most = max(most, y);
+        most[span] = max(most[span], y);
       }
     }
-    s.steps[row * (kBlock / kSpan) + span] = max(most);
   }
-  return sum(total);
+  return total;
 }
 // Weights as integers: with all rows in one go nothing waits for the division.
 template <bool tiles>
@@ -656,6 +671,57 @@ UMBRA_INLINE void weigh_block(const AttentionHead& head, const AttentionRows& ro
   }
 }
 
+// Logits of all rows to weights, their greatest and their sums. One row after the other,
+template <class Width>
+UMBRA_INLINE void soften_rows(const AttentionHead& head, const AttentionRows& rows, const Scratch<Width>& s,
+                              const AttentionState& state) {
+  constexpr int kSpans = kBlock / kSpan;
+  for (int r = 0; r < rows.count; ++r) {
+    const Seen seen = seen_by(rows, r / rows.per_token);
+    state.top[r] = state.total[r] = 0.0f;
+    F most[kSpans];
+    for (auto& x : most) x = zero();
+    if (seen.begin < seen.end) {
+      state.top[r] = max(masked(head, seen, s.logits + r * kBlock));
+      state.total[r] = sum(soften(seen, r, state.top[r], s, most));
+    }
+    for (int i = 0; i < kSpans; ++i) s.steps[r * kSpans + i] = max(most[i]);
+  }
+}
+
+// or sixteen at a time, so that no row waits for what its lanes come to.
+UMBRA_INLINE void soften_sixteen(const AttentionHead& head, const AttentionRows& rows, int first,
+                                 const Scratch<Int8>& s, const AttentionState& state) {
+  constexpr int kSpans = kBlock / kSpan;
+  const int n = rows.count - first < kLanes ? rows.count - first : kLanes;
+  F lanes[kLanes], most[kSpans][kLanes];
+  Seen seen[kLanes];
+  Row row(rows, first);
+  for (int i = 0; i < kLanes; ++i) {
+    lanes[i] = zero();
+    for (auto& x : most) x[i] = zero();
+    if (i >= n) continue;
+    seen[i] = seen_by(rows, row.token);
+    row.next(rows);
+    if (seen[i].begin < seen[i].end) lanes[i] = masked(head, seen[i], s.logits + (first + i) * kBlock);
+  }
+  float tops[kLanes];
+  store(tops, max_each(lanes));
+  store(state.top + first, load(tops), n);
+  for (int i = 0; i < n; ++i) {
+    if (seen[i].begin >= seen[i].end) continue;
+    F spans[kSpans];
+    lanes[i] = soften(seen[i], first + i, tops[i], s, spans);
+    for (int span = 0; span < kSpans; ++span) most[span][i] = spans[span];
+  }
+  store(state.total + first, sum_each(lanes), n);
+  for (int span = 0; span < kSpans; ++span) {
+    float greatest[kLanes];
+    store(greatest, max_each(most[span]));
+    for (int i = 0; i < n; ++i) s.steps[(first + i) * kSpans + span] = greatest[i];
+  }
+}
+
 template <class Kv, int kPadded, bool tiles>
 void attend_rows(const AttentionHead& head, const AttentionRows& rows, const AttentionBlock& block,
                   const AttentionState& state, void* memory) {
@@ -673,15 +739,12 @@ void attend_rows(const AttentionHead& head, const AttentionRows& rows, const Att
     load_scales(head, block.v_scales, all, s.v_scales);
   }
   dot_block<Kv, kPadded, tiles>(head, rows, block, all, s);
-  for (int r = 0; r < rows.count; ++r) {
-    const Seen seen = seen_by(rows, r / rows.per_token);
-    state.top[r] = state.total[r] = 0.0f;
-    for (int c = 0; c < padded; c += kLanes) store(state.weighted + static_cast<int64_t>(r) * padded + c, zero());
-    for (int i = 0; i < kBlock / kSpan; ++i) s.steps[r * (kBlock / kSpan) + i] = 0.0f;
-    if (seen.begin >= seen.end) continue;
-    state.top[r] = masked(head, seen, s.logits + r * kBlock);
-    state.total[r] = soften(seen, r, state.top[r], s);
+  if constexpr (tiles) {
+    for (int r = 0; r < rows.count; r += kLanes) soften_sixteen(head, rows, r, s, state);
+  } else {
+    soften_rows(head, rows, s, state);
   }
+  for (int64_t c = 0; c < static_cast<int64_t>(rows.count) * padded; c += kLanes) store(state.weighted + c, zero());
   quantise_weights<tiles>(rows, s);
   weigh_block<Kv, kPadded, tiles>(head, rows, block, all, s, state.weighted);
 }

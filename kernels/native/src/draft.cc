@@ -84,10 +84,11 @@ const Kernels& kernels() {
   return portable_kernels;
 }
 
-// Calls `body(begin, size)` over [0, n) in pieces.
+// Calls `body(begin, size)` over [0, n) in pieces. The weights of a place are those of the next one: a thread that takes
+// the same pieces again finds them in its cache.
 template <class Body>
 void in_chunks(int64_t n, int64_t chunk, Body&& body) {
-  parallel_for((n + chunk - 1) / chunk, [&](int64_t i) { body(i * chunk, std::min(chunk, n - i * chunk)); });
+  parallel_for_near((n + chunk - 1) / chunk, [&](int64_t i) { body(i * chunk, std::min(chunk, n - i * chunk)); });
 }
 
 // Memory of the calling thread, kept between calls.

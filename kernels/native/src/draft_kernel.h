@@ -206,9 +206,9 @@ inline void store_sums(const Sum* sums, int32_t* out) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out), both);
 }
 
-// Four rows (of which the first n are stored) and M vectors.
+// Four rows and M vectors.
 template <int M>
-inline void four_rows(const int8_t* const* w, int64_t width, const int16_t* const* x, int32_t* const* out, int n) {
+inline void four_rows(const int8_t* const* w, int64_t width, const int16_t* const* x, int32_t (&out)[M][4]) {
   Sum sums[M][4];
   for (int m = 0; m < M; ++m)
     for (int r = 0; r < 4; ++r) sums[m][r] = none();
@@ -226,24 +226,26 @@ inline void four_rows(const int8_t* const* w, int64_t width, const int16_t* cons
       for (int m = 0; m < M; ++m) sums[m][r] = add_products(sums[m][r], wide(tail), words(x[m] + i));
     }
   }
-  for (int m = 0; m < M; ++m) {
-    int32_t all[4];
-    store_sums(sums[m], all);
-    std::memcpy(out[m], all, sizeof(int32_t) * static_cast<size_t>(n));
-  }
+  for (int m = 0; m < M; ++m) store_sums(sums[m], out[m]);
 }
 
+// Rows from four places: one stream alone does not fill the memory bus.
 template <int M>
 void dots_of(const int8_t* w, int64_t rows, int64_t width, const int16_t* const* x, int32_t* const* out) {
-  for (int64_t row = 0; row < rows; row += 4) {
-    const int n = static_cast<int>(rows - row < 4 ? rows - row : 4);
+  constexpr int64_t kAhead = 8;  // rows
+  const int64_t each = (rows + 3) / 4;
+  for (int64_t row = 0; row < each; ++row) {
     const int8_t* four[4];
-    int32_t* to[M];
-    for (int r = 0; r < 4; ++r) four[r] = w + (row + (r < n ? r : 0)) * width;
-    for (int m = 0; m < M; ++m) to[m] = out[m] + row;
-    for (int64_t line = 0; line < 4 * width; line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(w + (row + 8) * width + line), _MM_HINT_T0);
-    four_rows<M>(four, width, x, to, n);
+    for (int r = 0; r < 4; ++r) {
+      four[r] = w + (row + (row + r * each < rows ? r * each : 0)) * width;
+      for (int64_t line = 0; line < width; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(four[r] + kAhead * width + line), _MM_HINT_T0);
+    }
+    int32_t all[M][4];
+    four_rows<M>(four, width, x, all);
+    for (int m = 0; m < M; ++m) {
+      for (int64_t r = 0, at = row; r < 4 && at < rows; ++r, at += each) out[m][at] = all[m][r];
+    }
   }
 }
 

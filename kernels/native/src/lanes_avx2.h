@@ -150,11 +150,17 @@ UMBRA_INLINE __m256 joined_each(const __m256* x, Join&& join) {
   const __m256 all = join(_mm256_shuffle_ps(b[0], b[1], 0x88), _mm256_shuffle_ps(b[0], b[1], 0xDD));
   return _mm256_permutevar8x32_ps(all, _mm256_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7));
 }
-UMBRA_INLINE F max_each(const F (&x)[16]) {
-  const auto join = [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); };
+template <class Join>
+UMBRA_INLINE F joined_lanes(const F (&x)[16], Join&& join) {
   __m256 y[16];
   for (int i = 0; i < 16; ++i) y[i] = join(x[i].a, x[i].b);
   return {joined_each(y, join), joined_each(y + 8, join)};
+}
+UMBRA_INLINE F max_each(const F (&x)[16]) {
+  return joined_lanes(x, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+}
+UMBRA_INLINE F sum_each(const F (&x)[16]) {  // in the order of `sum`
+  return joined_lanes(x, [](__m256 a, __m256 b) { return _mm256_add_ps(a, b); });
 }
 UMBRA_INLINE I sum_each(const I (&x)[16]) {
   const auto join = [](__m256 a, __m256 b) {

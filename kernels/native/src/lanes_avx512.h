@@ -126,6 +126,9 @@ UMBRA_INLINE __m512 joined_each(const F (&x)[16], Join&& join) {
 UMBRA_INLINE F max_each(const F (&x)[16]) {
   return {joined_each(x, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); })};
 }
+UMBRA_INLINE F sum_each(const F (&x)[16]) {  // in the order of `sum`
+  return {joined_each(x, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); })};
+}
 UMBRA_INLINE I sum_each(const I (&x)[16]) {
   F y[16];
   for (int i = 0; i < 16; ++i) y[i] = from_bits(x[i]);

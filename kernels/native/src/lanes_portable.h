@@ -134,6 +134,11 @@ UMBRA_INLINE F max_each(const F (&x)[16]) {
   for (int i = 0; i < 16; ++i) y.v[i] = max(x[i]);
   return y;
 }
+UMBRA_INLINE F sum_each(const F (&x)[16]) {  // in the order of `sum`
+  F y;
+  for (int i = 0; i < 16; ++i) y.v[i] = sum(x[i]);
+  return y;
+}
 UMBRA_INLINE I sum_each(const I (&x)[16]) {
   I y;
   for (int i = 0; i < 16; ++i) y.v[i] = sum(x[i]);

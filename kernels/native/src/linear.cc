@@ -16,7 +16,7 @@ using ffi::Error;
 using ffi::ResultBuffer;
 
 // Which optional operands there are; they come in this order.
-enum Optional : int32_t { kUp = 1, kNorm = 2, kPostNorm = 4, kResidual = 8 };
+enum Optional : int32_t { kUp = 1, kNorm = 2, kPostNorm = 4, kResidual = 8, kSelf = 16 };  // kSelf: x is the residual
 
 // Takes operands one by one and remembers the first thing that is wrong.
 class Operands {
@@ -168,6 +168,45 @@ Error linear(Buffer<ffi::F32> x, Buffer<ffi::S32> layer, Buffer<ffi::S32> n_rows
   return Error::Success();
 }
 
+// Operands after the fixed ones: norm, post_norm, residual, and the weights of gate, up and down; `inner` is the gate's
+// number of outputs.
+Error gated(Buffer<ffi::F32> x, Buffer<ffi::S32> layer, Buffer<ffi::S32> n_rows, ffi::RemainingArgs args,
+            ResultBuffer<ffi::F32> result, int32_t optional, int32_t activation, float epsilon, float post_epsilon,
+            int32_t inner, ffi::Span<const int32_t> forms) {
+  Operands operands("umbra_gated", args, layer.typed_data()[0]);
+  const auto dims = x.dimensions(), out_dims = result->dimensions();
+  if (dims.size() != 2 || out_dims.size() != 2 || dims[0] != out_dims[0])
+    return invalid("umbra_gated: x must be [R, in] and the result [R, out]");
+  if (forms.size() != 3 || inner < 1 || activation < 1 || activation > 2)
+    return invalid("umbra_gated: there must be three weights, something between them, and activation 1 (SiLU) or 2 (GELU)");
+  const int64_t rows = dims[0], in = dims[1], out = out_dims[1];
+  if ((optional & kSelf) && out != in) return invalid("umbra_gated: x is not as wide as the result it is added to");
+
+  GatedCall call{};
+  call.n_rows = valid_rows(n_rows, rows);
+  call.activation = activation;
+  Preparation& p = call.preparation;
+  p.x = x.typed_data();
+  p.in = in;
+  p.epsilon = epsilon;
+  LinearCall& down = call.down;
+  down.n_targets = 1;
+  down.post_epsilon = post_epsilon;
+  down.targets[0].y = result->typed_data();
+  if (optional & kNorm) p.norm = operands.vector("norm", in);
+  if (optional & kPostNorm) down.post_norm = operands.vector("post_norm", out);
+  if (optional & kResidual) down.residual = operands.matrix("residual", rows, out);
+  if (optional & kSelf) down.residual = p.x;
+  call.gate = operands.weights(forms[0], in, inner);
+  call.up = operands.weights(forms[1], in, inner);
+  down.targets[0].matrix = operands.weights(forms[2], inner, out);
+  for (const Form form : {call.gate.form, call.up.form}) (is_quantised(form) ? p.integers : p.floats) = true;
+  if (!operands.failed() && operands.left()) operands.fail("there are more operands than announced");
+  if (operands.failed()) return operands.error();
+  run_gated(call);
+  return Error::Success();
+}
+
 // Operands after the fixed ones: the norm, if there is one, and the table.
 Error greedy_head(Buffer<ffi::F32> x, Buffer<ffi::S32> n_rows, ffi::RemainingArgs args, ResultBuffer<ffi::S32> token,
                   ResultBuffer<ffi::F32> highest, ResultBuffer<ffi::F32> log_sum, int32_t norm, float epsilon,
@@ -225,6 +264,20 @@ UMBRA_HANDLER(umbra_linear, umbra::linear,
                   .Attr<int32_t>("activation")
                   .Attr<float>("epsilon")
                   .Attr<float>("post_epsilon")
+                  .Attr<xla::ffi::Span<const int32_t>>("forms"));
+
+UMBRA_HANDLER(umbra_gated, umbra::gated,
+              xla::ffi::Ffi::Bind()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .RemainingArgs()
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Attr<int32_t>("optional")
+                  .Attr<int32_t>("activation")
+                  .Attr<float>("epsilon")
+                  .Attr<float>("post_epsilon")
+                  .Attr<int32_t>("inner")
                   .Attr<xla::ffi::Span<const int32_t>>("forms"));
 
 UMBRA_HANDLER(umbra_greedy_head, umbra::greedy_head,

@@ -44,6 +44,21 @@ struct Matrix {
   int64_t blocks() const { return (out + kChannels - 1) / kChannels; }
 };
 
+// A block of a matrix: its first byte, its super scales (or null), and how many of its channels there are.
+struct Block {
+  const uint8_t *data, *supers;
+  int64_t channels;
+
+  Block() = default;
+  Block(const Matrix& m, int64_t i) : channels(m.out - i * kChannels < kChannels ? m.out - i * kChannels : kChannels) {
+    const int64_t bytes = m.form == Form::float32    ? m.in * kChannels * 4
+                          : m.form == Form::bfloat16 ? m.in * kChannels * 2
+                                                     : m.groups() * group_bytes(m.form);
+    data = m.data + i * bytes;
+    supers = m.supers ? m.supers + i * (m.groups() / kSuper) * super_bytes(m.form) : nullptr;
+  }
+};
+
 // Rows in the form that products take, G = groups of an input row. Quantised: all rows of a group lie side by side, in
 // room for `stride` rows.
 struct Rows {
@@ -56,12 +71,14 @@ struct Rows {
   float* values;  // [count, width], for float matrices
 };
 
-// Results of rows [first, first + n) with up to kStreams blocks: `out` [n_blocks, n, 16]; n is at most kMaxRows.
+// Results of rows [first, first + n) with up to kStreams blocks, of one or several matrices of the same form and inputs:
+// `out` [n_blocks, n, 16]; n is at most kMaxRows.
 struct Product {
-  const Matrix* matrix;
+  Form form;
+  int64_t in;
   const Rows* rows;
   int64_t first, n;
-  int64_t block[kStreams];
+  Block block[kStreams];
   int n_blocks;
   float* out;
 };
@@ -75,6 +92,16 @@ struct Preparation {
   const float* norm;  // [in] or null
   float epsilon;
   int64_t in;
+  bool integers, floats;
+};
+
+// How products become the operands of the next one: activation(gate) * up, of rows [row, row + n) and the channels of
+// `blocks` blocks from `block` on.
+struct Gating {
+  const float *gate, *up;  // [blocks, n, 16]
+  int activation;          // 1 SiLU, 2 GELU (tanh)
+  int64_t row, n, block, blocks;
+  int64_t out;  // channels in all
   bool integers, floats;
 };
 
@@ -94,6 +121,8 @@ struct LinearKernels {
   void (*end)();
   // Makes rows [first, end) of `rows`; `scratch` has room for as many rows of `in` floats.
   void (*prepare)(const Preparation& preparation, int64_t first, int64_t end, float* scratch, const Rows& rows);
+  // What `gating` makes of products, into `rows`; `scratch` has room for [n, 16 blocks].
+  void (*gate)(const Gating& gating, float* scratch, const Rows& rows);
   // n rows of a block's results `x` [n, 16] to `y`, plus `before` (null: nothing; it may be y); both lie `width` apart.
   void (*write)(const float* x, int64_t n, const float* before, float* y, int64_t width);
   // y [n] = norm(x) * weight, plus `residual` (null: nothing; it may be y).

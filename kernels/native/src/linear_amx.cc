@@ -135,7 +135,7 @@ void add(const Slab& slab, int groups, const uint8_t* next, const Rows& rows, in
 template <Form form>
 void product_of(const Product& p) {
   constexpr int64_t kBytes = group_bytes(form), kSuperBytes = super_bytes(form);
-  const int64_t groups = p.matrix->groups();
+  const int64_t groups = p.in / kGroup;
   const int whole = static_cast<int>(p.n / kTile), rest = static_cast<int>(p.n % kTile);
   const int skip = whole && rest ? kTile - rest : 0;  // the last tile's rows that are done already
   Slab slab;
@@ -143,14 +143,12 @@ void product_of(const Product& p) {
   for (int64_t first = 0; first < groups; first += each) {
     const int count = static_cast<int>(groups - first < each ? groups - first : each);
     for (int s = 0; s < p.n_blocks; ++s) {
-      const uint8_t* const w = p.matrix->data + (p.block[s] * groups + first) * kBytes;
-      const uint8_t* const supers = p.matrix->supers + p.block[s] * (groups / kSuper) * kSuperBytes;
+      const uint8_t *const w = p.block[s].data + first * kBytes, *const supers = p.block[s].supers;
       for (int g = 0; g < count; ++g)
         unpack<form>(w + g * kBytes, supers + (first + g) / kSuper * kSuperBytes, slab, g);
       // What is unpacked next: the same groups of the next block, or else the next groups of the first one.
       const bool more = s + 1 < p.n_blocks;
-      const int64_t behind = more ? p.block[s + 1] * groups + first : p.block[0] * groups + first + each;
-      const uint8_t* next = p.matrix->data + behind * kBytes;
+      const uint8_t* next = more ? p.block[s + 1].data + first * kBytes : p.block[0].data + (first + each) * kBytes;
       int64_t at = first * p.rows->stride + p.first;
       float* out = p.out + s * p.n * kChannels;
       for (int t = 0; t < whole; ++t, next = nullptr, at += kTile, out += kTile * kChannels)
@@ -174,9 +172,9 @@ bool begin(Form form, int64_t n) {
 }
 
 void product(const Product& p) {
-  if (!takes(p.matrix->form, p.n)) return avx512::linear_kernels.product(p);
+  if (!takes(p.form, p.n)) return avx512::linear_kernels.product(p);
   std::memset(p.out, 0, sizeof(float) * p.n_blocks * p.n * kChannels);
-  switch (p.matrix->form) {
+  switch (p.form) {
     case Form::w4: return product_of<Form::w4>(p);
     case Form::w8: return product_of<Form::w8>(p);
     case Form::w8m: return product_of<Form::w8m>(p);

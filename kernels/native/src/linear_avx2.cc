@@ -236,12 +236,9 @@ inline void group_tiles(const uint8_t* w, const uint8_t* super, const Rows& rows
 template <Form form, int M, int kMost, bool unpack>
 __attribute__((noinline)) void walk(const Product& p, int64_t larger) {
   constexpr int64_t kBytes = group_bytes(form), kSuperBytes = super_bytes(form);
-  const int64_t groups = p.matrix->groups();
+  const int64_t groups = p.in / kGroup;
   const uint8_t *data[kStreams], *supers[kStreams];
-  for (int s = 0; s < p.n_blocks; ++s) {
-    data[s] = p.matrix->data + p.block[s] * groups * kBytes;
-    supers[s] = kSuperBytes ? p.matrix->supers + p.block[s] * (groups / kSuper) * kSuperBytes : nullptr;
-  }
+  for (int s = 0; s < p.n_blocks; ++s) data[s] = p.block[s].data, supers[s] = p.block[s].supers;
   for (int64_t line = 0; line < kAhead; line += 64)
     for (int s = 0; s < p.n_blocks; ++s) prefetch(data[s] + line);
   for (int64_t g = 0; g < groups; ++g) {
@@ -279,7 +276,7 @@ void product_of(const Product& p) {
 
 void product(const Product& p) {
   for (int64_t i = 0; i < p.n_blocks * p.n * kChannels; i += 8) _mm256_store_ps(p.out + i, _mm256_setzero_ps());
-  switch (p.matrix->form) {
+  switch (p.form) {
     case Form::w4: return product_of<Form::w4>(p);
     case Form::w8: return product_of<Form::w8>(p);
     case Form::w8m: return product_of<Form::w8m>(p);
@@ -291,7 +288,7 @@ void product(const Product& p) {
 
 }  // namespace
 
-extern const LinearKernels linear_kernels = {false, product, nullptr, nullptr, prepare, write, finish,
+extern const LinearKernels linear_kernels = {false, product, nullptr, nullptr, prepare, gate, write, finish,
                                               summarise, combine, channel};
 
 }  // namespace umbra::avx2

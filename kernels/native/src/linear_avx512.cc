@@ -113,12 +113,9 @@ inline void tile(const Group<form> (&group)[S], const Rows& rows, int64_t at, fl
 template <Form form, int M>
 void walk(const Product& p, int64_t larger) {
   constexpr int64_t kBytes = group_bytes(form), kSuperBytes = super_bytes(form);
-  const int64_t groups = p.matrix->groups(), apart = p.n * kChannels;
+  const int64_t groups = p.in / kGroup, apart = p.n * kChannels;
   const uint8_t *data[kStreams], *supers[kStreams];
-  for (int s = 0; s < p.n_blocks; ++s) {
-    data[s] = p.matrix->data + p.block[s] * groups * kBytes;
-    supers[s] = kSuperBytes ? p.matrix->supers + p.block[s] * (groups / kSuper) * kSuperBytes : nullptr;
-  }
+  for (int s = 0; s < p.n_blocks; ++s) data[s] = p.block[s].data, supers[s] = p.block[s].supers;
   for (int64_t line = 0; line < kAhead; line += 64)
     for (int s = 0; s < p.n_blocks; ++s) prefetch(data[s] + line);
   const auto group_of = [&](int s, int64_t g) {
@@ -163,7 +160,7 @@ void product_of(const Product& p) {
 
 void product(const Product& p) {
   std::memset(p.out, 0, sizeof(float) * p.n_blocks * p.n * kChannels);
-  switch (p.matrix->form) {
+  switch (p.form) {
     case Form::w4: return product_of<Form::w4>(p);
     case Form::w8: return product_of<Form::w8>(p);
     case Form::w8m: return product_of<Form::w8m>(p);
@@ -175,7 +172,7 @@ void product(const Product& p) {
 
 }  // namespace
 
-extern const LinearKernels linear_kernels = {true, product, nullptr, nullptr, prepare, write, finish,
+extern const LinearKernels linear_kernels = {true, product, nullptr, nullptr, prepare, gate, write, finish,
                                               summarise, combine, channel};
 
 }  // namespace umbra::avx512

@@ -77,7 +77,7 @@ UMBRA_INLINE void float_tile(const Column* columns, int64_t n, const float* x, i
 
 template <bool bfloat16, int C>
 UMBRA_INLINE void float_rows(const Product& p, const Column* columns) {
-  const int64_t width = p.rows->width, in = p.matrix->in;
+  const int64_t width = p.rows->width, in = p.in;
   const float* const x = p.rows->values + p.first * width;
   int64_t row = 0;
   if (p.n >= kTileRows) {
@@ -92,14 +92,13 @@ UMBRA_INLINE void float_rows(const Product& p, const Column* columns) {
 template <bool bfloat16>
 UMBRA_INLINE void float_blocks(const Product& p) {
   constexpr int kFewRows = 4;  // channels side by side where there are few rows
-  const int64_t row_bytes = p.matrix->in * (bfloat16 ? 2 : 4);
+  const int64_t row_bytes = p.in * (bfloat16 ? 2 : 4);
   Column columns[kStreams * kChannels];
   int count = 0;
   for (int c = 0; c < kChannels; ++c) {
     for (int s = 0; s < p.n_blocks; ++s) {
-      const int64_t channel = p.block[s] * kChannels + c;
-      if (channel < p.matrix->out)
-        columns[count++] = {p.matrix->data + channel * row_bytes, p.out + s * p.n * kChannels + c};
+      if (c < p.block[s].channels)
+        columns[count++] = {p.block[s].data + c * row_bytes, p.out + s * p.n * kChannels + c};
     }
   }
   int at = 0;
@@ -111,7 +110,7 @@ UMBRA_INLINE void float_blocks(const Product& p) {
 
 // Channels past the matrix's end are left alone.
 UMBRA_INLINE void float_product(const Product& p) {
-  if (p.matrix->form == Form::bfloat16) float_blocks<true>(p);
+  if (p.form == Form::bfloat16) float_blocks<true>(p);
   else float_blocks<false>(p);
 }
 
@@ -232,6 +231,7 @@ namespace {
 void prepare(const Preparation& p, int64_t first, int64_t end, float* scratch, const Rows& rows) {
   prepare_rows(p, first, end, scratch, rows);
 }
+void gate(const Gating& gating, float* scratch, const Rows& rows) { gate_rows(gating, scratch, rows); }
 void write(const float* x, int64_t n, const float* before, float* y, int64_t width) {
   write_rows(x, n, before, y, width);
 }

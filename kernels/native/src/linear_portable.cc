@@ -23,17 +23,16 @@ void unpack(Form form, const uint8_t* w, int16_t (&weights)[kGroup][kChannels]) 
 }
 
 void quantised_product(const Product& p) {
-  const Matrix& m = *p.matrix;
-  const int64_t groups = m.groups();
-  const int parts = m.form == Form::w6k ? 2 : 1;  // each with a scale of its own
+  const int64_t groups = p.in / kGroup;
+  const int parts = p.form == Form::w6k ? 2 : 1;  // each with a scale of its own
   for (int s = 0; s < p.n_blocks; ++s) {
     for (int64_t g = 0; g < groups; ++g) {
-      const uint8_t* const w = m.data + (p.block[s] * groups + g) * group_bytes(m.form);
-      const uint8_t* const super = m.supers + (p.block[s] * (groups / kSuper) + g / kSuper) * super_bytes(m.form);
+      const uint8_t* const w = p.block[s].data + g * group_bytes(p.form);
+      const uint8_t* const super = p.block[s].supers + g / kSuper * super_bytes(p.form);
       int16_t weights[kGroup][kChannels];
-      unpack(m.form, w, weights);
+      unpack(p.form, w, weights);
       float scale[2][kChannels], minimum[kChannels];
-      for (int part = 0; part < parts; ++part) group_scales(m.form, w, super, part, scale[part], minimum);
+      for (int part = 0; part < parts; ++part) group_scales(p.form, w, super, part, scale[part], minimum);
       for (int64_t row = 0; row < p.n; ++row) {
         const int64_t at = g * p.rows->stride + p.first + row;
         float* const out = p.out + (s * p.n + row) * kChannels;
@@ -44,7 +43,7 @@ void quantised_product(const Product& p) {
             for (int c = 0; c < kChannels; ++c) sum[c] += weights[k][c] * p.rows->q[at * kGroup + k];
           y = fma(to_float(load(sum)) * set(p.rows->scale[at]), load(scale[part]), y);
         }
-        if (has_minimum(m.form)) y = fma(load(minimum), set(p.rows->total[at]), y);
+        if (has_minimum(p.form)) y = fma(load(minimum), set(p.rows->total[at]), y);
         store(out, y);
       }
     }
@@ -53,13 +52,13 @@ void quantised_product(const Product& p) {
 
 void product(const Product& p) {
   std::memset(p.out, 0, sizeof(float) * p.n_blocks * p.n * kChannels);
-  if (is_quantised(p.matrix->form)) quantised_product(p);
+  if (is_quantised(p.form)) quantised_product(p);
   else float_product(p);
 }
 
 }  // namespace
 
-extern const LinearKernels linear_kernels = {false, product, nullptr, nullptr, prepare, write, finish,
+extern const LinearKernels linear_kernels = {false, product, nullptr, nullptr, prepare, gate, write, finish,
                                               summarise, combine, channel};
 
 }  // namespace umbra::portable

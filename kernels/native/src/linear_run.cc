@@ -160,31 +160,31 @@ double block_cost(const Matrix& m, int64_t rows) {
 // the reading of rows.
 int streams_for(int64_t rows) { return rows <= 16 ? kStreams : 2; }
 
-// Calls `done(block, out)` with `out` [n, 16] for each of `count` blocks from `first` on; n rows from `row` on. Before
-// a block is computed `soon(block)` is called, to fetch what `done` will write.
-template <class Soon, class Done>
+// Calls `done(i, out)` with `out` [n, 16] for each of the `count` blocks `block(i)`, of matrices like `matrix`; n rows
+// from `row` on. Before a block is computed `soon(i)` is called, to fetch what `done` will write.
+template <class At, class Soon, class Done>
 void products(const LinearKernels& kernels, const Matrix& matrix, const Rows& rows, int64_t row, int64_t n,
-              int64_t first, int64_t count, const Soon& soon, const Done& done) {
+              int64_t count, const At& block, const Soon& soon, const Done& done) {
   alignas(64) float out[2 * kMaxRows * kChannels];
   static_assert(kStreams * 16 <= 2 * kMaxRows);
   const int streams = streams_for(n);
   const int64_t each = (count + streams - 1) / streams;
   const bool begun = kernels.begin && kernels.begin(matrix.form, n);
   for (int64_t i = 0; i < each; ++i) {
-    Product p{&matrix, &rows, row, n, {}, 0, out};
-    for (int64_t block = i; block < count; block += each) p.block[p.n_blocks++] = first + block;
-    for (int s = 0; s < p.n_blocks; ++s) soon(p.block[s]);
+    Product p{matrix.form, matrix.in, &rows, row, n, {}, 0, out};
+    for (int64_t at = i; at < count; at += each) p.block[p.n_blocks++] = block(at);
+    for (int64_t at = i; at < count; at += each) soon(at);
     kernels.product(p);
-    for (int s = 0; s < p.n_blocks; ++s) done(p.block[s], out + s * n * kChannels);
+    for (int64_t s = 0; s < p.n_blocks; ++s) done(i + s * each, out + s * n * kChannels);
   }
   if (begun) kernels.end();
 }
 
 // These must be inlined: a function that does nothing but fetch has no effect, GCC finds, and is not called.
-__attribute__((always_inline)) inline void fetch_to_read(const float* p) { __builtin_prefetch(p); }
-__attribute__((always_inline)) inline void fetch_to_write(const float* p) {
+__attribute__((always_inline)) inline void fetch_to_read(const void* p) { __builtin_prefetch(p); }
+__attribute__((always_inline)) inline void fetch_to_write(const void* p) {
 #if defined(__x86_64__)
-  asm volatile("prefetchw %0" : : "m"(*p));  // does nothing on a processor that does not know it
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));  // does nothing on a processor that does not know it
 #else
   __builtin_prefetch(p, 1);
 #endif
@@ -244,25 +244,10 @@ void finish_rows(const LinearKernels& kernels, const LinearCall& call, const flo
                [&](int64_t chunk) { some(chunk * each, std::min(call.n_rows, (chunk + 1) * each)); });
 }
 
-}  // namespace
-
-void run_linear(const LinearCall& call) {
-  if (call.n_rows <= 0) return;
-  const FloatMode mode;
-  const LinearKernels& kernels = linear_kernels();
-  Pieces sizes(nullptr);
-  const int64_t raw_size = call.post_norm ? call.n_rows * call.targets[0].matrix.out : 0;
-  lay_out(sizes, kernels, call.preparation, call.n_rows);
-  sizes.take<float>(raw_size);
-  Pieces pieces(call_scratch.get(sizes.size()));
-  const Rows shared = lay_out(pieces, kernels, call.preparation, call.n_rows);
-  float* const raw = call.post_norm ? pieces.take<float>(raw_size) : nullptr;  // y may be the residual's memory
+// All products of a call, with `rows()` [n_rows, in]. `raw` [n_rows, out] holds results that a norm follows, or is null.
+template <class Operand>
+void multiply(const LinearKernels& kernels, const LinearCall& call, float* raw, const Operand& operand) {
   const float* const residuals = raw ? nullptr : call.residual;
-  bool overwritten = false;
-  for (int i = 0; i < call.n_targets; ++i)
-    overwritten |= call.targets[i].y == call.preparation.x || call.targets[i].y == call.preparation.up;
-  const Operands operands(kernels, call.preparation, call.n_rows, overwritten, shared);
-
   const Plan plan(call);
   parallel_for(plan.chunks, [&](int64_t chunk) {
     int i = 0;
@@ -270,23 +255,110 @@ void run_linear(const LinearCall& call) {
     const Target& target = call.targets[i];
     const int64_t first = (chunk - (i ? plan.end[i - 1] : 0)) * plan.size[i];
     const int64_t count = std::min(plan.size[i], target.matrix.blocks() - first);
-    const Rows& rows = operands.get();
+    const Rows& rows = operand();
     for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
       const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
       // The lines to be written lie in the cache of the core that wrote or read them last.
-      const auto soon = [&](int64_t block) __attribute__((always_inline)) {
+      const auto block = [&](int64_t i) { return Block(target.matrix, first + i); };
+      const auto soon = [&](int64_t i) __attribute__((always_inline)) {
         for (int64_t r = 0; r < n; ++r) {
-          const int64_t at = (row + r) * target.matrix.out + block * kChannels;
+          const int64_t at = (row + r) * target.matrix.out + (first + i) * kChannels;
           fetch_to_write((raw ? raw : target.y) + at);
           if (residuals && residuals != target.y) fetch_to_read(residuals + at);
         }
       };
-      products(kernels, target.matrix, rows, row, n, first, count, soon, [&](int64_t block, const float* out) {
-        write_block(kernels, target, residuals, raw ? raw : target.y, block, row, n, out);
+      products(kernels, target.matrix, rows, row, n, count, block, soon, [&](int64_t i, const float* out) {
+        write_block(kernels, target, residuals, raw ? raw : target.y, first + i, row, n, out);
       });
     }
   });
   if (raw) finish_rows(kernels, call, raw);
+}
+
+// Floats for the results that a norm follows: their place in memory may still be the residual's.
+int64_t raw_size(const LinearCall& call) { return call.post_norm ? call.n_rows * call.targets[0].matrix.out : 0; }
+
+// The operands of `down`, from those of the gate: what a thread multiplies it passes on, so that no row is written as
+// floats, read by the other threads and prepared by each.
+void gate(const LinearKernels& kernels, const GatedCall& call, const Operands& operands, const Rows& hidden) {
+  constexpr int64_t kMost = 16;  // blocks of a chunk
+  const double pair = block_cost(call.gate, call.n_rows) + block_cost(call.up, call.n_rows);
+  const int64_t blocks = call.gate.blocks(), streams = streams_for(call.n_rows);  // a group has as many blocks as few
+  const auto wanted = static_cast<int64_t>(chunk_cost(pair * static_cast<double>(blocks)) / pair);
+  const int64_t size = std::clamp((wanted + streams - 1) / streams * streams, streams, kMost);
+  parallel_for((blocks + size - 1) / size, [&](int64_t chunk) {
+    const int64_t first = chunk * size, count = std::min(size, blocks - first);
+    const Rows& rows = operands.get();
+    const int64_t most = std::min<int64_t>(kMaxRows, call.n_rows) * count * kChannels;
+    auto* const values = reinterpret_cast<float*>(row_scratch.get(3 * most * static_cast<int64_t>(sizeof(float))));
+    for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
+      const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
+      if (hidden.q) {  // as in `multiply`
+        for (int64_t at = first * kChannels; at < (first + count) * kChannels; at += kGroup) {
+          const int8_t* const q = hidden.q + at * hidden.stride + row * kGroup;
+          for (int64_t r = 0; r < n * kGroup; r += 64) fetch_to_write(q + r);
+        }
+      }
+      // Blocks of the gate, then of the other one: together they fill as many streams.
+      const auto some = [&](int64_t begin, int64_t end) {
+        const auto block = [&](int64_t i) {
+          return begin + i < count ? Block(call.gate, first + begin + i) : Block(call.up, first + begin + i - count);
+        };
+        products(kernels, begin < count ? call.gate : call.up, rows, row, n, end - begin, block, [](int64_t) {},
+                 [&](int64_t i, const float* out) {
+                   std::memcpy(values + (begin + i) * n * kChannels, out, n * kChannels * sizeof(float));
+                 });
+      };
+      if (call.gate.form == call.up.form) some(0, 2 * count);
+      else some(0, count), some(count, 2 * count);
+      const float* const ups = values + count * n * kChannels;
+      kernels.gate({values, ups, call.activation, row, n, first, count, call.gate.out, hidden.q != nullptr,
+                    hidden.values != nullptr}, values + 2 * most, hidden);
+    }
+  });
+}
+
+}  // namespace
+
+void run_linear(const LinearCall& call) {
+  if (call.n_rows <= 0) return;
+  const FloatMode mode;
+  const LinearKernels& kernels = linear_kernels();
+  Pieces sizes(nullptr);
+  lay_out(sizes, kernels, call.preparation, call.n_rows);
+  sizes.take<float>(raw_size(call));
+  Pieces pieces(call_scratch.get(sizes.size()));
+  const Rows shared = lay_out(pieces, kernels, call.preparation, call.n_rows);
+  float* const raw = call.post_norm ? pieces.take<float>(raw_size(call)) : nullptr;
+  bool overwritten = false;
+  for (int i = 0; i < call.n_targets; ++i)
+    overwritten |= call.targets[i].y == call.preparation.x || call.targets[i].y == call.preparation.up;
+  const Operands operands(kernels, call.preparation, call.n_rows, overwritten, shared);
+  multiply(kernels, call, raw, [&]() -> const Rows& { return operands.get(); });
+}
+
+void run_gated(const GatedCall& call) {
+  if (call.n_rows <= 0) return;
+  const FloatMode mode;
+  const LinearKernels& kernels = linear_kernels();
+  LinearCall down = call.down;
+  down.n_rows = call.n_rows;
+  Preparation& made = down.preparation = {};
+  made.in = down.targets[0].matrix.in;
+  made.integers = is_quantised(down.targets[0].matrix.form), made.floats = !made.integers;
+  const auto place = [&](Pieces& pieces, Rows& shared, Rows& hidden, float*& raw) {
+    shared = lay_out(pieces, kernels, call.preparation, call.n_rows);
+    hidden = lay_out(pieces, kernels, made, call.n_rows);
+    raw = pieces.take<float>(raw_size(down));
+  };
+  Rows shared, hidden;
+  float* raw;
+  Pieces sizes(nullptr);
+  place(sizes, shared, hidden, raw);
+  Pieces pieces(call_scratch.get(sizes.size()));
+  place(pieces, shared, hidden, raw);
+  gate(kernels, call, Operands(kernels, call.preparation, call.n_rows, false, shared), hidden);
+  multiply(kernels, down, down.post_norm ? raw : nullptr, [&]() -> const Rows& { return hidden; });
 }
 
 void run_head(const HeadCall& call) {
@@ -309,11 +381,11 @@ void run_head(const HeadCall& call) {
     const Rows& rows = operands.get();
     for (int64_t row = 0; row < call.n_rows; row += kRowsAtOnce) {
       const int64_t n = std::min(kRowsAtOnce, call.n_rows - row);
-      const auto soon = [](int64_t) {};
-      products(kernels, call.matrix, rows, row, n, first, count, soon, [&](int64_t block, const float* out) {
-        const int64_t valid = std::min<int64_t>(kChannels, call.matrix.out - block * kChannels);
+      const auto block = [&](int64_t i) { return Block(call.matrix, first + i); };
+      products(kernels, call.matrix, rows, row, n, count, block, [](int64_t) {}, [&](int64_t i, const float* out) {
+        const int64_t valid = block(i).channels;
         for (int64_t r = 0; r < n; ++r) {
-          float* const at = logits + r * kSegment + (block - first) * kChannels;
+          float* const at = logits + r * kSegment + i * kChannels;
           if (valid == kChannels) {
             std::memcpy(at, out + r * kChannels, kChannels * sizeof(float));
             continue;

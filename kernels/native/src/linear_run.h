@@ -28,6 +28,17 @@ struct LinearCall {
 
 void run_linear(const LinearCall& call);
 
+// A gated feed-forward network: activation(x gate) * (x up), times `down`.
+struct GatedCall {
+  int64_t n_rows;
+  Preparation preparation;
+  Matrix gate, up;
+  int activation;  // 1 SiLU, 2 GELU (tanh)
+  LinearCall down;  // its preparation and its number of rows are not looked at
+};
+
+void run_gated(const GatedCall& call);
+
 struct HeadCall {
   int64_t n_rows;
   Preparation preparation;

@@ -49,12 +49,14 @@ UMBRA_INLINE F without_infinite(const float* x, int n, F largest) {
   return load(sizes);
 }
 
-// Where the integers of groups go that follow one another in memory: rows of `groups` groups, from row `row` on.
+// Where the integers of groups go that follow one another in memory: those from `first` on of each row, `groups` of them,
+// of the rows from `row` on.
 struct Places {
-  int64_t groups, row, group;
+  int64_t first, groups, row;
+  int64_t group = 0;
 
   __attribute__((always_inline)) int64_t next(const Rows& rows) {
-    const int64_t at = group * rows.stride + row;
+    const int64_t at = (first + group) * rows.stride + row;
     if (++group == groups) group = 0, ++row;
     return at;
   }
@@ -116,9 +118,9 @@ UMBRA_INLINE void quantise_some(const float* x, int left, const Rows& rows, Plac
   }
 }
 
-UMBRA_INLINE void quantise(const float* x, int64_t groups, int64_t first, int64_t end, const Rows& rows) {
-  Places places{groups, first, 0};
-  const int64_t count = (end - first) * groups;
+// Groups of `n` rows of `x`, to `places`.
+UMBRA_INLINE void quantise(const float* x, int64_t n, Places places, const Rows& rows) {
+  const int64_t count = n * places.groups;
   int64_t done = 0;
   for (; done + 16 <= count; done += 16) quantise_some<true>(x + done * kGroup, 16, rows, places);
   if (done < count) quantise_some<false>(x + done * kGroup, static_cast<int>(count - done), rows, places);
@@ -151,7 +153,22 @@ UMBRA_INLINE void prepare_rows(const Preparation& p, int64_t first, int64_t end,
       for (int64_t i = 0; i < n; i += 16) store(values + i, load_part(x + (row - first) * n, i, n));
     }
   }
-  if (p.integers) quantise(x, n / kGroup, first, end, rows);
+  if (p.integers) quantise(x, end - first, {0, n / kGroup, first}, rows);
+}
+
+UMBRA_INLINE void gate_rows(const Gating& p, float* scratch, const Rows& rows) {
+  const int64_t width = p.blocks * kChannels;
+  for (int64_t r = 0; r < p.n; ++r) {
+    float* const values = p.floats ? rows.values + (p.row + r) * rows.width + p.block * kChannels : nullptr;
+    for (int64_t b = 0; b < p.blocks; ++b) {
+      const int64_t at = (b * p.n + r) * kChannels, left = p.out - (p.block + b) * kChannels;
+      const F gate = load(p.gate + at), up = load(p.up + at);
+      float* const y = scratch + r * width + b * kChannels;
+      store(y, (p.activation == 1 ? silu(gate) : gelu_tanh(gate)) * up);
+      if (values) store(values + b * kChannels, load_part(y, 0, left));
+    }
+  }
+  if (p.integers) quantise(scratch, p.n, {p.block * kChannels / kGroup, width / kGroup, p.row}, rows);
 }
 
 // `before` (null: nothing) plus `x`, n rows of 16 that lie `width` apart in `before` and `y`, which may be the same.

@@ -29,6 +29,7 @@ constexpr int kMaxThreads = 256;
 constexpr auto kSpin = std::chrono::microseconds(60);
 
 std::atomic<int> asked_threads{0};
+thread_local int index_of_thread = 0;
 
 void relax() {
 #if defined(__x86_64__)
@@ -130,7 +131,8 @@ class Pool {
   // More workers awake than wanted: one of them goes to sleep.
   bool crowded() { return awake_.load(std::memory_order_relaxed) >= threads(); }
 
-  void worker() {
+  void worker(int index) {
+    index_of_thread = index;
     FloatMode mode;
     for (;;) {
       const bool found = spin(true, [&] { return has_work(); });
@@ -194,7 +196,7 @@ class Pool {
 #endif
     bool started = true;
     try {
-      std::thread([this] { worker(); }).detach();
+      std::thread([this, index = ++started_] { worker(index); }).detach();
     } catch (const std::system_error&) {
       started = false;
     }
@@ -215,6 +217,7 @@ class Pool {
   std::atomic<int> cores_{usable_cores()};
   std::mutex mutex_;
   int asleep_ = 0;    // under the mutex: workers nobody has called
+  int started_ = 0;   // under the mutex
   int wake_ups_ = 0;  // under the mutex: calls that no worker has answered yet
   std::condition_variable work_to_do_, finished_;
 };
@@ -267,6 +270,8 @@ FloatMode::~FloatMode() {
 }
 
 int thread_count() { return pool().threads(); }
+
+int thread_index() { return index_of_thread; }
 
 void set_thread_count(int count) { asked_threads.store(count > 0 ? count : 0, std::memory_order_relaxed); }
 
