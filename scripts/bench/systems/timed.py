@@ -81,14 +81,15 @@ def make(case: Case, model: Model, backends: Kernels, kv: KVFormat) -> Timed:
 # ---- products
 
 
-PRODUCTS = {"q, k, v": ("q", "k", "v"), "o": ("o",), "gate, up": ("gate", "up"), "down": ("down",)}
-"""The products of a layer as the step takes them: name -> parameters that share their input."""
+GATED = "feed-forward"
+PRODUCTS = {"q, k, v": ("q", "k", "v"), "o": ("o",), GATED: ("gate", "up", "down")}
+"""The products of a layer as the step takes them: name -> parameters of one call."""
 
 
 def _linear(case: Case, model: Model, backend: str) -> Timed:
     c, rows = model.config, case["rows"]
     weights = [model.params[f"layers.{name}"] for name in PRODUCTS[case["name"]]]
-    inputs = {"o": c.n_heads * c.head_dim, "down": c.d_ff}.get(case["name"], c.d_model)
+    inputs = c.n_heads * c.head_dim if case["name"] == "o" else c.d_model
     elements = sum(math.prod(weight.shape) for weight in weights) // c.n_layers
     size, exact = _bytes(weights), _arithmetic(weights, backend)
     copies = -(-COLD // size)
@@ -96,17 +97,20 @@ def _linear(case: Case, model: Model, backend: str) -> Timed:
     layers, n_rows, x = c.n_layers * copies, jnp.int32(rows), _noise(rows, inputs)
 
     def product(weights: Any, x: jax.Array, layer: jax.Array) -> tuple[jax.Array, ...]:
-        return linear_op.linear(x, weights, layer, n_rows=n_rows, backend=backend, tile=_tile(rows))
+        how: dict[str, Any] = dict(n_rows=n_rows, backend=backend, tile=_tile(rows))
+        if case["name"] == GATED:
+            return (linear_op.gated(x, *weights, layer, activation=c.activation, **how),)
+        return linear_op.linear(x, weights, layer, **how)
 
     @jax.jit
     def run(weights: Any, x: jax.Array, first: jax.Array, count: jax.Array) -> Any:
         def one(i: jax.Array, total: Any) -> Any:
             return jax.tree.map(jnp.maximum, total, product(weights, x, (first + i) % layers))
 
-        empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(product, weights, x, n_rows))
-        return lax.fori_loop(0, count, one, empty)
+        return lax.fori_loop(0, count, one, tuple(jnp.zeros(s.shape, s.dtype) for s in results))
 
-    moved = size / c.n_layers + 4 * rows * (inputs + elements // inputs)
+    results = jax.eval_shape(product, weights, x, n_rows)
+    moved = size / c.n_layers + 4 * rows * (inputs + sum(s.shape[1] for s in results))
     return Timed(lambda first, count: run(weights, x, first, count), moved, 2 * rows * elements, exact)
 
 
