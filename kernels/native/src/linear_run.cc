@@ -258,8 +258,8 @@ void multiply(const LinearKernels& kernels, const LinearCall& call, float* raw, 
     const Rows& rows = operand();
     for (int64_t row = 0; row < call.n_rows; row += kMaxRows) {
       const int64_t n = std::min<int64_t>(kMaxRows, call.n_rows - row);
-      // The lines to be written lie in the cache of the core that wrote or read them last.
       const auto block = [&](int64_t i) { return Block(target.matrix, first + i); };
+      // The lines to be written lie in the cache of the core that wrote or read them last.
       const auto soon = [&](int64_t i) __attribute__((always_inline)) {
         for (int64_t r = 0; r < n; ++r) {
           const int64_t at = (row + r) * target.matrix.out + (first + i) * kChannels;
@@ -283,7 +283,7 @@ int64_t raw_size(const LinearCall& call) { return call.post_norm ? call.n_rows *
 void gate(const LinearKernels& kernels, const GatedCall& call, const Operands& operands, const Rows& hidden) {
   constexpr int64_t kMost = 16;  // blocks of a chunk
   const double pair = block_cost(call.gate, call.n_rows) + block_cost(call.up, call.n_rows);
-  const int64_t blocks = call.gate.blocks(), streams = streams_for(call.n_rows);  // a group has as many blocks as few
+  const int64_t blocks = call.gate.blocks(), streams = streams_for(call.n_rows);  // an even number: whole groups
   const auto wanted = static_cast<int64_t>(chunk_cost(pair * static_cast<double>(blocks)) / pair);
   const int64_t size = std::clamp((wanted + streams - 1) / streams * streams, streams, kMost);
   parallel_for((blocks + size - 1) / size, [&](int64_t chunk) {

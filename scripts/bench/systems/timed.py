@@ -99,7 +99,8 @@ def _linear(case: Case, model: Model, backend: str) -> Timed:
     def product(weights: Any, x: jax.Array, layer: jax.Array) -> tuple[jax.Array, ...]:
         how: dict[str, Any] = dict(n_rows=n_rows, backend=backend, tile=_tile(rows))
         if case["name"] == GATED:
-            return (linear_op.gated(x, *weights, layer, activation=c.activation, **how),)
+            gate, up, down = weights
+            return (linear_op.gated(x, gate, up, down, layer, activation=c.activation, **how),)
         return linear_op.linear(x, weights, layer, **how)
 
     @jax.jit
