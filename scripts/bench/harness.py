@@ -113,41 +113,45 @@ def _check_context(measure: Measure, ours: Worker) -> None:
 
 
 def _rounds(plan: Plan, measure: Measure, workers: Sequence[Worker], say: Say) -> list[Row]:
-    """Every system runs every job once a round, and again beside busy processes if asked for; who begins changes from
-    round to round."""
+    """Every system runs every job once a round, and again beside busy processes if asked for. They take turns job by
+    job, and who begins changes: what a shared machine has to give drifts within minutes, and must be the same for all
+    that is compared."""
     rows: list[Row] = []
-    ours: dict[str, list[int]] = {}  # job -> the first sequence's tokens, to tell how far peers agree
     for number in range(plan.rounds):
-        shift = number % len(workers)
-        for worker in itertools.chain(workers[shift:], workers[:shift]):
+        say(f"round {number + 1} of {plan.rounds}: {', '.join(worker.system for worker in workers)}")
+        for worker in workers:
             with worker.turn():
-                for neighbours in (0, plan.busy) if plan.busy else (0,):
-                    beside = " beside busy processes" if neighbours else ""
-                    say(f"round {number + 1} of {plan.rounds}: {worker.system}{beside}")
-                    with busy(neighbours):
-                        made = _round(measure, worker, number)
-                    rows += [{**row, "busy": neighbours} if plan.busy else row for row in made]
-            if worker.system == "umbra":
-                ours |= {f"{number}/{row['id']}": row["_ids"] for row in made}
+                for job in measure.jobs(-1):
+                    _generate(worker, job)
+        for neighbours in (0, plan.busy) if plan.busy else (0,):
+            if neighbours:
+                say(f"round {number + 1} of {plan.rounds} beside busy processes")
+            with busy(neighbours):
+                for i, job in enumerate(measure.jobs(number)):
+                    shift = (number + i) % len(workers)
+                    for worker in itertools.chain(workers[shift:], workers[:shift]):
+                        with worker.turn():
+                            row = _row(measure, worker, job, number)
+                        rows.append({**row, "busy": neighbours} if plan.busy else row)
+    ours = {_place(row): row["_ids"] for row in rows if row["system"] == "umbra"}
     for row in rows:
-        tokens, reference = row.pop("_ids"), ours[f"{row['round'] - 1}/{row['id']}"]
+        tokens = row.pop("_ids")  # of the first sequence, to tell how far peers agree
         if row["system"] != "umbra":
-            row["same_tokens"] = _common(tokens, reference)
+            row["same_tokens"] = _common(tokens, ours[_place(row)])
     return rows
 
 
-def _round(measure: Measure, worker: Worker, number: int) -> list[Row]:
-    for job in measure.jobs(-1):
-        _generate(worker, job)
-    rows = []
-    for job in measure.jobs(number):
-        run = _generate(worker, job)
-        rows.append(
-            {"system": worker.system, "round": number + 1, "id": job.id, "category": job.category}
-            | measure.row(job, run)
-            | {"_ids": run.streams[0].token_ids, "gaps": [gap for stream in run.streams for gap in stream.gaps]}
-        )
-    return rows
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["round"], row.get("busy"), row["id"]
+
+
+def _row(measure: Measure, worker: Worker, job: Job, number: int) -> Row:
+    run = _generate(worker, job)
+    return (
+        {"system": worker.system, "round": number + 1, "id": job.id, "category": job.category}
+        | measure.row(job, run)
+        | {"_ids": run.streams[0].token_ids, "gaps": [gap for stream in run.streams for gap in stream.gaps]}
+    )
 
 
 def _summary(rows: Sequence[Row]) -> Summary:

@@ -234,7 +234,7 @@ def test_status_updates_are_rare(api, monkeypatch):
     told = [e for e in stream(api) if e["event_type"] == "interaction.status_update"]
     assert len(told) == 1 and "continuation_token" not in told[0]
     monkeypatch.setattr(run, "CHECKPOINT_EVERY", 0.03)
-    api.engine.plan = lambda prompt, params: [*slow("abcdefghij", 2)][:-1] + [None] * 50 + [*slow("k")]
+    api.engine.plan = lambda prompt, params: [*slow("abcdefghij", 2)][:-1] + [None] * 400 + [*slow("k")]
     seen = stream(api)
     at = [i for i, e in enumerate(seen) if "continuation_token" in e]
     assert 1 <= len(at) < 8 and [e["event_id"] for e in seen[at[-1] : at[-1] + 2]] == ["e13c", "e14"]
